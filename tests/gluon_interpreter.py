@@ -403,7 +403,7 @@ class Machine:
         def copy() -> None:
             tile.data.zero_()
             tile.data.view(-1, window.shape[1])[: len(window)] = window
-            barrier.arrived(tile.data.numel() * 2)
+            barrier.arrived(tile.data.numel() * tile.data.element_size())
 
         self.copies.append((0, 0, copy))
 
@@ -531,10 +531,12 @@ def running_sum(x: Value, axis: int, add: Any, reverse: bool = False) -> Value:
 
 
 def assembly(code: str, _constraints: str, x: list[Any], **_: Any) -> Value | None:
-    """A logarithm, or the wish to have in the cache what lies at an address."""
+    """A logarithm, 1 / x, or the wish to have in the cache what lies at an address."""
     if "prefetch" in code:
         x[0].at(None)
         return None
+    if code == "rcp.approx.ftz.f32 $0, $1;":
+        return Value(1.0 / x[0].data)
     assert code == "lg2.approx.ftz.f32 $0, $1;"
     return Value(torch.log2(x[0].data))
 

@@ -12,7 +12,12 @@ from typing import NamedTuple
 import torch
 from ahead import compiled, recording
 
-from deltarule.ops.delta_rule.gluon import backward_stage, gradient_stage, stage
+from deltarule.ops.delta_rule.gluon import (
+    backward_stage,
+    channel_gradient_stage,
+    gradient_stage,
+    stage,
+)
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import tile_sizes
 from deltarule.ops.delta_rule.triton.gradients import own_shapes, scan_back_has_values
@@ -108,6 +113,15 @@ def gradients(inputs: Inputs) -> None:
     gradient_stage.launch(call, own, d_v, WHOLE)
 
 
+def channels(inputs: Inputs) -> None:
+    """The gradients of all chunks, with a decay per channel."""
+    call = kept(inputs)
+    new_gradients(call)
+    call.values |= {"d_o": call["d_v"], "d_states": call["states"], "d_errors": call["errors"]}
+    assert channel_gradient_stage.can(call)
+    channel_gradient_stage.launch(call)
+
+
 def backward(inputs: Inputs) -> None:
     """The scan back and the gradients as one kernel."""
     call = kept(inputs)
@@ -119,7 +133,7 @@ def backward(inputs: Inputs) -> None:
 def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
     """What is compiled of a form; how many value heads share a key head, no forward knows."""
     if form.rule in CHANNELS:
-        return [forward]
+        return [forward, channels]
     if form.heads != "alone":
         return [save, gradients] if form.heads == "parts" else [gradients]
     whole = [backward] if form.size == backward_stage.SIZE else []

@@ -82,7 +82,8 @@ def around(case: Case, given: tuple[Tensor, Tensor]) -> dict[str, Tensor | None]
     key = x["k"] * norms[1][..., None]
     sums = torch.zeros(v.shape[:3], dtype=torch.float64)
     beta = torch.ones_like(sums) if x["beta"] is None else x["beta"]
-    if x["log_decay"] is not None:
+    # Decays per channel are in no scaling.
+    if x["log_decay"] is not None and x["log_decay"].ndim == 3:
         sums = x["log_decay"].unflatten(1, (-1, CHUNK)).cumsum(2).flatten(1, 2)
     if x["beta"] is not None:
         found["d_errors"] = by_chunk(d_v / beta[..., None])
@@ -110,7 +111,9 @@ def errors_of(case: Case, key: Tensor) -> Tensor:
     state = x["initial_state"].detach()
     for t in range(key.shape[1]):
         if x["log_decay"] is not None:
-            state = state * x["log_decay"][:, t].exp()[..., None, None]
+            decay = x["log_decay"][:, t].exp()
+            decay = decay[..., None] if decay.ndim == 2 else decay
+            state = state * decay[..., None, :]
         error = x["v"][:, t] - (state @ key[:, t, :, :, None]).squeeze(-1)
         out.append(error)
         write = x["beta"][:, t, :, None] * error

@@ -200,6 +200,27 @@ def pair_of(n, work, FORM: gl.constexpr):
 
 
 @gluon.jit
+def place_of_gates(at, work, o_t, FORM: gl.constexpr):
+    """Where the gates of a value head's tokens lie in [B T, gates of all heads]."""
+    gates = work.heads * FORM.GROUP // FORM.PER_GATE
+    return (at.token + o_t) * gates + at.value_head // FORM.PER_GATE
+
+
+@gluon.jit
+def places_of_rows(tiles, row, at, work, there, LAYOUT: gl.constexpr, FORM: gl.constexpr):
+    """Where the gates of 64 tokens lie, as a column; and `there`, of those that are there."""
+    o_r = gl.arange(0, CHUNK, LAYOUT)[:, None]
+    if FORM.ENDS == "packed":
+        place = tiles.factors.index(row + PLACES).load(LAYOUT).to(gl.int32, bitcast=True)[:, None]
+        there = there & (place >= 0)
+    else:
+        place = place_of_gates(at, work, o_r, FORM)
+        if FORM.ENDS == "ragged":
+            there = there & (o_r < at.left)
+    return place, there
+
+
+@gluon.jit
 def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
     """Shared memory for all tiles."""
     SQUARE: gl.constexpr = square()

@@ -133,4 +133,5 @@ def framed(tile):
     """A tile as one of four axes."""
     ROWS: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1]
-    return tile._reinterpret(tile.dtype, [1, 1, ROWS, COLUMNS], square(4))
+    BITS: gl.constexpr = 32 if tile.dtype == gl.float32 else 16
+    return tile._reinterpret(tile.dtype, [1, 1, ROWS, COLUMNS], square(4, BITS))

@@ -47,6 +47,8 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     new_tiles,
     pair_of,
     pairs_there,
+    place_of_gates,
+    places_of_rows,
 )
 from deltarule.ops.delta_rule.gluon.gradient_movers import load_role, store_role
 from deltarule.ops.delta_rule.gluon.memory import (
@@ -181,13 +183,6 @@ def leave_decay_gradients(shared, of, at, n, FORM: gl.constexpr):
 
 
 @gluon.jit
-def place_of_gates(at, work, o_t, FORM: gl.constexpr):
-    """Where the gates of a value head's tokens lie in [B T, gates of all heads]."""
-    gates = work.heads * FORM.GROUP // FORM.PER_GATE
-    return (at.token + o_t) * gates + at.value_head // FORM.PER_GATE
-
-
-@gluon.jit
 def with_those_before(x, address, there, at, PER_GATE: gl.constexpr):
     """x, and what the same threads have left there of the gate's value heads before this one."""
     if PER_GATE > 1:
@@ -288,13 +283,7 @@ def store_beta_gradient(d_beta, tiles, row, at, work, x, FORM: gl.constexpr):
     HALF: gl.constexpr = gl.SliceLayout(0, x.type.layout)
     o_r, o_h = gl.arange(0, CHUNK, ROW)[:, None], gl.arange(0, 2, HALF)[None, :]
     there = o_r // (CHUNK // 2) == o_h
-    if FORM.ENDS == "packed":
-        place = tiles.factors.index(row + PLACES).load(ROW).to(gl.int32, bitcast=True)[:, None]
-        there = there & (place >= 0)
-    else:
-        place = place_of_gates(at, work, o_r, FORM)
-        if FORM.ENDS == "ragged":
-            there = there & (o_r < at.left)
+    place, there = places_of_rows(tiles, row, at, work, there, ROW, FORM)
     address = d_beta + place + o_h * 0
     gl.store(address, with_those_before(x, address, there, at, FORM.PER_GATE), mask=there)
 

@@ -122,9 +122,9 @@ class Saved(NamedTuple):
 
 
 @triton.constexpr_function
-def square(rank: int = 2) -> Any:
-    """Tiles of 16 bits as products and the copy engine take them."""
-    return gl.NVMMASharedLayout(128, 16, rank=rank)
+def square(rank: int = 2, bits: int = 16) -> Any:
+    """Tiles as the copy engine takes them, and of 16 bits products, too."""
+    return gl.NVMMASharedLayout(128, bits, rank=rank)
 
 
 @triton.constexpr_function

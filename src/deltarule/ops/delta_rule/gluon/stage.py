@@ -202,7 +202,8 @@ class FusedLaunch(Launch):
         given = list(arguments)
         for place, width, tile in self.tiles:
             x = described(given[place], width, tile)
-            given[place] = TensorDescriptor(x.base, x.shape, x.strides, tile, square(len(tile)))
+            layout = square(len(tile), 8 * x.base.itemsize)
+            given[place] = TensorDescriptor(x.base, x.shape, x.strides, tile, layout)
         return given
 
 

@@ -30,6 +30,7 @@ from deltarule.ops.delta_rule.triton.plan import (
     Shapes,
     blocks,
     full_tiles,
+    on_hopper,
 )
 from deltarule.ops.delta_rule.triton.scan import scan_back
 from deltarule.ops.delta_rule.triton.segments import last_gradients
@@ -145,10 +146,22 @@ def backward(call: Call) -> None:
     own = {"d_states": call.empty(states, dtype), "d_errors": call.empty(errors, dtype)}
     if inputs.a is not None:
         own["d_values"] = call.empty(errors, dtype)
+    fused = call.once(fused_gradients)
+    # Triton's gradients leave that by v themselves.
+    more = {"d_v": call["d_v"]} if fused else {}
     d_end = last_gradients(call) if call.plan.per_segment else call["d_final"]
-    scan_back(call, d_end, call["d_initial"], own)
+    scan_back(call, d_end, call["d_initial"], own | more)
     call.values |= {"d_values": None, **own}
-    gradients(call)
+    gradients(call, fused.launch if fused else fast_gradients)
+
+
+def fused_gradients(call: Call) -> Any:
+    """The module with the fast gradients as one kernel of roles, where that is faster."""
+    if not on_hopper(call.inputs.q):
+        return None
+    from deltarule.ops.delta_rule.gluon import channel_gradient_stage
+
+    return channel_gradient_stage if channel_gradient_stage.takes(call) else None
 
 
 def decay_sums(call: Call) -> None:
@@ -161,8 +174,8 @@ def decay_sums(call: Call) -> None:
     call.launch(decay_sums_kernel, chunk_grid(call, heads), own)
 
 
-def gradients(call: Call) -> None:
-    """Launch the fast kernel, then the exact ones for the chunks that it flags; or these for all.
+def gradients(call: Call, fast: Callable[[Call], None]) -> None:
+    """Launch a fast kernel, then the exact ones for the flagged chunks; or these for all.
 
     Takes what the kernels that follow the chunks saved: S, E, D, X and, of a free erase, dv.
     """
@@ -171,7 +184,7 @@ def gradients(call: Call) -> None:
     dtype = torch.bfloat16 if inputs.q.dtype == torch.bfloat16 else torch.float32
     call.values |= {"pairs": call.empty((call.plan.chunks, sizes["HV"], count, rows, rows), dtype)}
     if has_fast_form(inputs):
-        fast_gradients(call)
+        fast(call)
     config = configuration("pair_gradients", call.plan.tile_key)
     call.launch(pair_gradients_kernel, chunk_grid(call, sizes["HV"]), config)
     config = call.once(channel_config, "exact_gradients")

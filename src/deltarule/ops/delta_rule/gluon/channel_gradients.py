@@ -1,0 +1,458 @@
+"""The gradients of chunks with a decay per channel as one kernel of several roles, for Hopper.
+
+Its equations are those of triton/channel_gradients_fast.py. With c_i the sum of base-2 log decays
+from the chunk's start to token i, plus SHIFT, beta and the norms are in the pairs and not in k:
+
+    x_i = q_i 2^c_i      u_i = k_i 2^c_i      y_j = k_j 2^-c_j      end = 2^c_end D^T E, times beta
+
+    read = 2^-SHIFT scale S^T dO + GP y           dq = 2^c read
+    row  = -2^-SHIFT beta S^T X + GM y            dk = 2^c row + 2^-c col
+    col  = end + GP^T x + GM^T u
+    dlog_decay_t = sum_{i >= t} (x read + u row - y col)_i + sum_j y_j end_j + decay sum_v D S
+
+A program takes every n-th pair of a chunk and a head:
+
+    load ---- dO E X D S q k --+--> compute ---+-- dq, dk (over x, u) ---> store
+              log decays ------+    (8 warps)  +-- dbeta, dlog_decay, to global memory
+                |    sums <----+
+                +----> c       |
+    factors of rows -----------+
+
+Every tile has one place, and is fetched again as soon as it has been used. The products with S and
+D come first, because q and k, whose places dq and dk leave last, come last. Chunks whose decays go
+too far are written again by other kernels (triton/channel_flagged.py).
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from deltarule.ops.delta_rule.gluon.channel_copies import HIGH_BITS
+from deltarule.ops.delta_rule.gluon.channel_memory import SHIFT, UNSHIFT
+from deltarule.ops.delta_rule.gluon.gates import LOG2_E, add
+from deltarule.ops.delta_rule.gluon.gradient_memory import (
+    ERASES,
+    FACTORS,
+    READS,
+    WRITES,
+    Form,
+    Work,
+    halves,
+    pair_of,
+    pairs_there,
+    places_of_rows,
+)
+from deltarule.ops.delta_rule.gluon.gradient_movers import load, store
+from deltarule.ops.delta_rule.gluon.gradients import (
+    diagonal_halves,
+    factor_role,
+    leave_keys,
+    leave_pairs,
+    row_factor,
+    store_beta_gradient,
+)
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, barrier, new_barrier, square
+
+# Rows and channels that a lane adds up together: the rows of a tile are swizzled by eights.
+EIGHT, CHANNELS = gl.constexpr(8), gl.constexpr(64)
+
+
+class Tiles(NamedTuple):
+    """Tiles in shared memory, one of each; the factors of rows and 2^c_end have two slots."""
+
+    # [64, V].
+    d_o: Any
+    errors: Any
+    d_errors: Any
+    # [V, K].
+    states: Any
+    d_states: Any
+    # [64, K]: q and k, then x and u, then dq and dk.
+    q: Any
+    k: Any
+    # [64, K]: y, then what is added up for dlog_decay, rounded; `low`, where GP and GM were, has
+    # the rest of it.
+    near: Any
+    low: Any
+    # [64, 64]: GP and GM; [64, 64]: ones on and above the diagonal.
+    read_pairs: Any
+    erase_pairs: Any
+    later: Any
+    # [64, K] float32: log decays, and in their place c.
+    decays: Any
+    # [2, K] float32, and [2 * FACTORS, 64] float32.
+    ends: Any
+    factors: Any
+    # [K, 2] float32: of each channel the sum over v of D S, in one of the two, and 0.
+    held: Any
+
+
+class Barriers(NamedTuple):
+    """What is there, and what may be overwritten."""
+
+    # The factors of rows, of two slots.
+    full: Any
+    empty: Any
+    # dO, E and X; S and D; all five are free.
+    full_o: Any
+    full_s: Any
+    empty_o: Any
+    # Log decays are there; c is; neither is needed any more.
+    full_g: Any
+    has_sums: Any
+    empty_g: Any
+    # q and k are there; dq and dk are; they are in global memory.
+    full_k: Any
+    has_keys: Any
+    empty_k: Any
+
+
+@gluon.jit
+def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, TIED: gl.constexpr):
+    """Shared memory for all tiles; those of products are behind an index (`of_chunk`)."""
+    SQUARE: gl.constexpr = square()
+    d_o = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
+    errors = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
+    d_errors = errors
+    if TIED:
+        d_errors = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
+    states = gl.allocate_shared_memory(dtype, [1, V, K], SQUARE)
+    d_states = gl.allocate_shared_memory(dtype, [1, V, K], SQUARE)
+    q = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
+    k = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
+    near = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
+    low = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
+    later = gl.allocate_shared_memory(dtype, [1, CHUNK, CHUNK], SQUARE)
+    decays = gl.allocate_shared_memory(gl.float32, [CHUNK, K], square(2, 32))
+    ends = gl.allocate_shared_memory(gl.float32, [2, K], PLAIN_1D)
+    factors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], PLAIN_1D)
+    held = gl.allocate_shared_memory(gl.float32, [K, 2], PLAIN)
+    LAYOUT: gl.constexpr = halves(CHUNK)
+    o_t = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
+    o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
+    later.index(0).store(gl.where(o_i >= o_t, 1.0, 0.0).to(dtype))
+    fence_async_shared()
+    return Tiles(
+        d_o, errors, d_errors, states, d_states, q, k, near, low, low, low, later, decays, ends,
+        factors, held,
+    )  # fmt: skip
+
+
+@gluon.jit
+def of_chunk(tiles, n):
+    """The only tiles, by an index that the compiler does not know, as in channel_memory.py."""
+    only, low = n >> 30, tiles.low.index(n >> 30)
+    COUNT: gl.constexpr = low.shape[1] // CHUNK
+    pairs = low._reinterpret(low.dtype, [COUNT, CHUNK, CHUNK], square())
+    return Tiles(
+        tiles.d_o.index(only), tiles.errors.index(only), tiles.d_errors.index(only),
+        tiles.states.index(only), tiles.d_states.index(only), tiles.q.index(only),
+        tiles.k.index(only), tiles.near.index(only), low, pairs.index(0), pairs.index(1),
+        tiles.later.index(only), tiles.decays, tiles.ends, tiles.factors, tiles.held,
+    )  # fmt: skip
+
+
+@gluon.jit
+def new_barriers():
+    """All barriers: of the factors two each."""
+    return Barriers(
+        new_barrier(2, 1), new_barrier(2, 1), new_barrier(1, 1), new_barrier(1, 1),
+        new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
+        new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+    """One warp: every tile to its place, in the order in which places become free."""
+    tiles, barriers, work = shared
+    tiles = of_chunk(tiles, 0)
+    q, k, d_o, errors, d_errors, states, d_states, log_decay = of
+    done = 0
+    for n in range(work.count):
+        at = pair_of(n, work, FORM)
+        if at.left > 0:
+            once, full = (done & 1) ^ 1, barriers.full_o.index(0)
+            row, column = at.slot * CHUNK, 0
+            mbarrier.wait(barriers.empty_o.index(0), once)
+            mbarrier.expect(full, CHUNK * V * (6 if FORM.TIED else 4))
+            load(d_o, at.token, at.head * V, at.left, full, tiles.d_o, FORM.ENDS)
+            if FORM.TIED:
+                load(d_errors, row, column, at.left, full, tiles.d_errors, FORM.ENDS)
+            else:
+                row, column = at.token, at.head * V
+            load(errors, row, column, at.left, full, tiles.errors, FORM.ENDS)
+            full = barriers.full_s.index(0)
+            mbarrier.expect(full, V * K * 4)
+            tma.async_copy_global_to_shared(d_states, [at.slot * V, 0], full, tiles.d_states)
+            tma.async_copy_global_to_shared(states, [at.slot * V, 0], full, tiles.states)
+            full = barriers.full_g.index(0)
+            mbarrier.wait(barriers.empty_g.index(0), once)
+            mbarrier.expect(full, CHUNK * K * 4)
+            load(log_decay, at.token, at.head * K, at.left, full, tiles.decays, FORM.ENDS)
+            full = barriers.full_k.index(0)
+            mbarrier.wait(barriers.empty_k.index(0), once)
+            mbarrier.expect(full, CHUNK * K * 4)
+            load(k, at.token, at.head * K, at.left, full, tiles.k, FORM.ENDS)
+            load(q, at.token, at.head * K, at.left, full, tiles.q, FORM.ENDS)
+            done += 1
+
+
+@gluon.jit
+def store_role(shared, of, K: gl.constexpr, FORM: gl.constexpr):
+    """One warp: dq and dk of every pair; their places are free."""
+    tiles, barriers, work = shared
+    tiles = of_chunk(tiles, 0)
+    d_q, d_k = of
+    done = 0
+    for n in range(work.count):
+        at = pair_of(n, work, FORM)
+        if at.left > 0:
+            mbarrier.wait(barriers.has_keys.index(0), done & 1)
+            store(d_q, at.token, at.head * K, at.left, tiles.q, FORM.ENDS)
+            store(d_k, at.token, at.head * K, at.left, tiles.k, FORM.ENDS)
+            tma.store_wait(0)
+            mbarrier.arrive(barriers.empty_k.index(0))
+            done += 1
+
+
+@gluon.jit
+def sum_role(shared, K: gl.constexpr, FORM: gl.constexpr):
+    """One warp: c in the place of the log decays, and 2^c of the last token."""
+    tiles, barriers, work = shared
+    done = 0
+    for n in range(work.count):
+        at = pair_of(n, work, FORM)
+        if at.left > 0:
+            mbarrier.wait(barriers.full_g.index(0), done & 1)
+            for first in gl.static_range(0, K, CHANNELS):
+                leave_sums(tiles, done % 2, first)
+            fence_async_shared()
+            mbarrier.arrive(barriers.has_sums.index(0))
+            done += 1
+
+
+@gluon.jit
+def leave_sums(tiles, slot, FIRST: gl.constexpr):
+    """Those of 64 channels; a lane has two."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([EIGHT, 2], [1, 32], [1, 1], [1, 0])
+    decays = tiles.decays.slice(FIRST, CHANNELS, 1)
+    c = gl.zeros([CHANNELS], gl.float32, gl.SliceLayout(0, LAYOUT)) + SHIFT
+    for row in gl.static_range(0, CHUNK, EIGHT):
+        tile = decays.slice(row, EIGHT)
+        x = tile.load(LAYOUT) * LOG2_E
+        tile.store(gl.associative_scan(x, 0, add) + c[None, :])
+        c += gl.sum(x, 0)
+    tiles.ends.index(slot).slice(FIRST, CHANNELS).store(gl.exp2(c))
+
+
+@gluon.jit
+def compute_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+    """8 warps, those of the upper half for the upper half of all columns: all but what moves."""
+    all_tiles, barriers, work = shared
+    d_beta, d_log_decay = of
+    count = work.count
+    if FORM.ENDS == "packed":
+        count = pairs_there(work)
+    for n in range(count):
+        at, tiles = pair_of(n, work, FORM), of_chunk(all_tiles, n)
+        own = tiles, barriers, work
+        read, erased, written = around(own, d_beta, at, n, K, V, FORM)
+        mbarrier.wait(barriers.has_sums.index(0), n & 1)
+        mbarrier.wait(barriers.full_k.index(0), n & 1)
+        lead = leave_copies(tiles, K, FORM.TIED)
+        fence_async_shared()
+        # Barriers of the role, too: the copies, and GP and GM, are there for all warps.
+        mbarrier.arrive(barriers.empty_g.index(0))
+        read, erased, col = inside(tiles, read, erased, written, n, K, FORM.TIED)
+        d_decays = leave_decay_sums(tiles, read, erased, col, K, FORM.TIED)
+        d_k = col * reciprocal(lead)
+        if FORM.TIED:
+            d_k += lead * erased
+        leave_keys(tiles, barriers, lead * read, d_k, 0, 0, False)
+        d_decays = warpgroup_mma_wait(0, deps=(d_decays,))
+        LAYOUT: gl.constexpr = d_decays.type.layout
+        ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+        o_k = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))[None, :]
+        slot = n % 2 * FACTORS
+        row, there = places_of_rows(tiles, slot, at, work, o_k < K, ROW, FORM)
+        address = d_log_decay + row.to(gl.int64) * K + o_k
+        held = tiles.ends.index(n % 2).load(gl.SliceLayout(0, LAYOUT))[None, :]
+        gl.store(address, d_decays + held, mask=there)
+        mbarrier.arrive(barriers.empty.index(n % 2))
+
+
+@gluon.jit
+def around(shared, d_beta, at, n, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+    """dO S, X S and E D, scaled by the factors of rows; GP and GM, and sums of D S, to shared
+    memory."""
+    tiles, barriers, work = shared
+    ACROSS: gl.constexpr = halves(K)
+    nothing = gl.zeros([CHUNK, K], gl.float32, ACROSS)
+    pairs = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
+    row, errors = n % 2 * FACTORS, tiles.errors.permute((1, 0))
+    mbarrier.wait(barriers.full_o.index(0), n & 1)
+    gp = warpgroup_mma(tiles.d_o, errors, pairs, use_acc=False, is_async=True)
+    gm = gp
+    if FORM.TIED:
+        gm = warpgroup_mma(tiles.d_errors, errors, pairs, use_acc=False, is_async=True)
+    mbarrier.wait(barriers.full_s.index(0), n & 1)
+    written = warpgroup_mma(tiles.errors, tiles.d_states, nothing, use_acc=False, is_async=True)
+    read = warpgroup_mma(tiles.d_o, tiles.states, nothing, use_acc=False, is_async=True)
+    erased = read
+    if FORM.TIED:
+        erased = warpgroup_mma(tiles.d_errors, tiles.states, nothing, use_acc=False, is_async=True)
+    lower = held_by(tiles, pairs, 0)
+    upper = held_by(tiles, pairs, CHUNK)
+    mbarrier.wait(barriers.full.index(n % 2), (n // 2) & 1)
+    if FORM.TIED:
+        gp, gm = warpgroup_mma_wait(5, deps=(gp, gm))
+        store_beta_gradient(d_beta, tiles, row, at, work, diagonal_halves(gm), FORM)
+    else:
+        gp = warpgroup_mma_wait(4, deps=(gp,))
+        gm = gp
+    leave_pairs(tiles, row, gp, gm, FORM.TIED, False)
+    if FORM.TIED:
+        written, read, erased, lower, upper = warpgroup_mma_wait(
+            0, deps=(written, read, erased, lower, upper)
+        )
+        erased *= row_factor(tiles, row + ERASES, ACROSS) * UNSHIFT
+    else:
+        written, read, lower, upper = warpgroup_mma_wait(0, deps=(written, read, lower, upper))
+        erased = read
+    mbarrier.arrive(barriers.empty_o.index(0))
+    tiles.held.slice(0, CHUNK).store(diagonal_halves(lower))
+    tiles.held.slice(CHUNK, CHUNK).store(diagonal_halves(upper))
+    written *= row_factor(tiles, row + WRITES, ACROSS)
+    read *= row_factor(tiles, row + READS, ACROSS) * UNSHIFT
+    return read, erased, written
+
+
+@gluon.jit
+def held_by(tiles, zero, FIRST: gl.constexpr):
+    """S^T D of 64 channels, in flight: its diagonal is wanted."""
+    left = tiles.states.slice(FIRST, CHUNK, 1).permute((1, 0))
+    right = tiles.d_states.slice(FIRST, CHUNK, 1)
+    return warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def leave_copies(tiles, K: gl.constexpr, TIED: gl.constexpr):
+    """x, u in the places of q and k, and y; returns 2^c."""
+    ACROSS: gl.constexpr = halves(K)
+    dtype: gl.constexpr = tiles.q.dtype
+    c = tiles.decays.load(ACROSS)
+    lead = gl.exp2(c)
+    tiles.q.store((tiles.q.load(ACROSS).to(gl.float32) * lead).to(dtype))
+    k = tiles.k.load(ACROSS).to(gl.float32)
+    tiles.near.store((k * gl.exp2(-c)).to(dtype))
+    if TIED:
+        tiles.k.store((k * lead).to(dtype))
+    return lead
+
+
+@gluon.jit
+def inside(tiles, read, erased, written, n, K: gl.constexpr, TIED: gl.constexpr):
+    """read, row and col with their pairs; what all dlog_decay of the chunk have in common takes the
+    place of 2^c_end."""
+    ACROSS: gl.constexpr = halves(K)
+    CHANNEL: gl.constexpr = gl.SliceLayout(0, ACROSS)
+    col = gl.zeros([CHUNK, K], gl.float32, ACROSS)
+    turned = tiles.read_pairs.permute((1, 0))
+    col = warpgroup_mma(turned, tiles.q, col, use_acc=False, is_async=True)
+    read = warpgroup_mma(tiles.read_pairs, tiles.near, read, is_async=True)
+    if TIED:
+        turned = tiles.erase_pairs.permute((1, 0))
+        col = warpgroup_mma(turned, tiles.k, col, is_async=True)
+        erased = warpgroup_mma(tiles.erase_pairs, tiles.near, erased, is_async=True)
+    ends = tiles.ends.index(n % 2).load(CHANNEL)
+    end = written * ends[None, :]
+    held = gl.sum(tiles.held.load(gl.BlockedLayout([1, 2], [32, 1], [8, 1], [1, 0])), 1)
+    held = gl.convert_layout(held, CHANNEL) * ends * UNSHIFT
+    held += gl.sum(tiles.near.load(ACROSS).to(gl.float32) * end, 0)
+    tiles.ends.index(n % 2).store(held)
+    if TIED:
+        col, read, erased = warpgroup_mma_wait(0, deps=(col, read, erased))
+    else:
+        col, read = warpgroup_mma_wait(0, deps=(col, read))
+        erased = read
+    return read, erased, col + end
+
+
+@gluon.jit
+def leave_decay_sums(tiles, read, erased, col, K: gl.constexpr, TIED: gl.constexpr):
+    """sum_{i >= t} (x read + u row - y col)_i of every token t, in flight: a product with ones, of
+    numbers in two parts."""
+    ACROSS: gl.constexpr = halves(K)
+    dtype: gl.constexpr = tiles.q.dtype
+    z = tiles.q.load(ACROSS).to(gl.float32) * read
+    z -= tiles.near.load(ACROSS).to(gl.float32) * col
+    if TIED:
+        z += tiles.k.load(ACROSS).to(gl.float32) * erased
+    high = (z.to(gl.int32, bitcast=True) & HIGH_BITS).to(gl.float32, bitcast=True)
+    # No product reads what lies there any more.
+    barrier()
+    tiles.near.store(high.to(dtype))
+    tiles.low.store((z - high).to(dtype))
+    fence_async_shared()
+    barrier()
+    zero = gl.zeros([CHUNK, K], gl.float32, ACROSS)
+    sums = warpgroup_mma(tiles.later, tiles.near, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(tiles.later, tiles.low, sums, is_async=True)
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x, of the precision of a power of two."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+GENERAL = ["pairs", "heads", "chunks", "sequences", "T"]
+
+
+@gluon.jit(do_not_specialize=GENERAL)
+def channel_gradients_kernel(
+    q, k, d_o, errors, d_errors, states, d_states, log_decay, d_q, d_k, scalings, norms, d_beta,
+    d_log_decay, cu_seqlens, sequences, scale, pairs, heads, chunks, T, K: gl.constexpr,
+    V: gl.constexpr, TIED: gl.constexpr, UNIT: gl.constexpr, ENDS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Descriptors of tiles up to d_k; without an erase `errors` is v, and X is not read."""
+    FORM: gl.constexpr = Form(TIED, False, UNIT, ENDS)
+    first, step = gl.program_id(0), gl.num_programs(0)
+    count = (pairs - first + step - 1) // step
+    if ENDS != "packed":
+        # What is not there is another thing that nobody touches.
+        cu_seqlens, sequences = T, T
+    if not TIED:
+        scalings, d_beta = d_log_decay, d_log_decay
+    if not UNIT:
+        norms = d_log_decay
+    work = Work(first, step, count, heads, chunks, 0, chunks, chunks, T, cu_seqlens, sequences)
+    tiles = new_tiles(q.dtype, K, V, TIED)
+    barriers = new_barriers()
+    barrier()
+    shared = tiles, barriers, work
+    loads = q, k, d_o, errors, d_errors, states, d_states, log_decay
+    gl.warp_specialize(
+        [
+            (compute_role, (shared, (d_beta, d_log_decay), K, V, FORM)),
+            (load_role, (shared, loads, K, V, FORM)),
+            (store_role, (shared, (d_q, d_k), K, FORM)),
+            (factor_role, (shared, scalings, norms, scale, FORM)),
+            (sum_role, (shared, K, FORM)),
+        ],
+        [1, 1, 1, 1],
+        [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+    )
