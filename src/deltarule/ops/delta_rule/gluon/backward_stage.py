@@ -28,6 +28,8 @@ FILLED = {
     ("tied", "head"): 0.85, ("tied", "none"): 0.75, ("none", "head"): 0.6, ("none", "none"): 0.6,
 }  # fmt: skip
 FILLED_WITH_NORMS = 0.95
+# Chunks of a segment from which on it gains more than a forward loses by fewer segments.
+LEAST_WHOLE = 64
 
 
 def takes(call: Call) -> bool:
@@ -44,6 +46,11 @@ def takes(call: Call) -> bool:
     if inputs.normalize_qk and inputs.beta is not None:
         least = FILLED_WITH_NORMS
     return programs >= least * processors * -(-programs // processors)
+
+
+def gains_by_wide_tiles(inputs: Inputs, per_segment: int) -> bool:
+    """Whether long segments in tiles of all values, which it needs, are faster than short ones."""
+    return per_segment >= LEAST_WHOLE and inputs.erase == "tied" and can(inputs, cut=True)
 
 
 def can(inputs: Inputs, cut: bool) -> bool:

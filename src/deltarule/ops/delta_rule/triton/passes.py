@@ -71,9 +71,10 @@ def all_kernels(inputs: Inputs, save: bool) -> None:
 def forward_stages(inputs: Inputs, save: bool) -> Outputs:
     """The kernels of the forward, which write nothing but memory of the call."""
     call = call_of(contiguous(inputs), save)
-    fused = fused_that_pays(call, save)
-    kept = keep(call, save) if save or not fused else None
-    if fused:
+    fused = fused_stage(inputs)
+    whole = fused is not None and fused.pays(call.inputs, call.plan, save)
+    kept = keep(call, save) if save or not whole else None
+    if whole:
         return *fused.forward(call, save), kept
     scores(call)
     return *scan(call, output=True), kept if save else None
@@ -81,21 +82,18 @@ def forward_stages(inputs: Inputs, save: bool) -> Outputs:
 
 def call_of(inputs: Inputs, save: bool) -> Call:
     """A call as its kernels take it: where fused ones do, parts of value heads are heads."""
-    taken = inputs
-    if plan.on_hopper(inputs.q):
-        from deltarule.ops.delta_rule.gluon.stage import taken_in_parts
-
-        taken = taken_in_parts(inputs, save)
+    fused = fused_stage(inputs)
+    taken = fused.taken_in_parts(inputs, save) if fused else inputs
     return Call(taken, plan.make_plan(taken), inputs)
 
 
-def fused_that_pays(call: Call, save: bool) -> Any:
-    """The module with a whole forward as one kernel, where that is faster; else None."""
-    if not plan.on_hopper(call.inputs.q):
+def fused_stage(inputs: Inputs) -> Any:
+    """The module of the forward as one kernel, on the GPUs that it is for; else None."""
+    if not plan.on_hopper(inputs.q):
         return None
     from deltarule.ops.delta_rule.gluon import stage
 
-    return stage if stage.pays(call.inputs, call.plan, save) else None
+    return stage
 
 
 def backward_stages(inputs: Inputs, d_o: Tensor, d_final: Tensor | None, saved: Tensor) -> Outputs:

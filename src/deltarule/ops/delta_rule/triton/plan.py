@@ -21,9 +21,6 @@ LEAST_SEGMENTS = {"none": 2, "tied": 4, "free": 4}
 LEAST_CHUNKS = 4
 # Packed sequences that make so many waves of programs need no split.
 MOST_WAVES = 4
-# Chunks of a segment from which on a backward in one kernel gains more than the forward loses by
-# more segments.
-LEAST_WHOLE = 64
 # Channels of the largest transition matrix that fits beside the state that it acts on.
 WIDEST = 128
 # The first architecture with a copy engine; before, its tiles are gathered at great cost.
@@ -150,10 +147,10 @@ def tiled(inputs: Inputs, key: TileKey, size: int) -> tuple[TileKey, int]:
     sequences, heads, value_size, _ = inputs.state_shape
     at_once = sequences * heads * blocks(value_size, half) <= multiprocessors(inputs.q.device)
     worth = half < tile and at_once and (shorter or not segment)
-    if worth and segment >= LEAST_WHOLE and inputs.erase == "tied" and on_hopper(inputs.q):
+    if worth and on_hopper(inputs.q):
         from deltarule.ops.delta_rule.gluon import backward_stage
 
-        worth = not backward_stage.can(inputs, cut=True)
+        worth = not backward_stage.gains_by_wide_tiles(inputs, segment)
     return (narrow, shorter) if worth else (key, segment)
 
 
