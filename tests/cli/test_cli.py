@@ -504,3 +504,5 @@ def test_convert_of_a_run_that_goes_on_says_how_to_finish_it(data, tmp_path, mon
     (tmp_path / "runs" / "text" / "model.safetensors").unlink()
     assert main(["convert", "runs/text", "kda"]) == FAILED
     assert "finish it with: deltarule train text --resume --name text" in capsys.readouterr().err
+    assert main(["convert", "runs/text/checkpoints/step-1", "kda"]) == FAILED
+    assert "is a checkpoint within a run" in capsys.readouterr().err

@@ -108,7 +108,7 @@ def test_nothing_is_left_of_what_fails(saved, tmp_path):
         convert(saved, tmp_path / "kda", "kda", progress=stop)
     for arguments, message in {
         (saved, saved, "kda"): "exists already",
-        (saved, tmp_path / "kda", "gla"): "layer_types=",
+        (saved, tmp_path / "kda", "gla"): "layer_types \\(",
         (saved, tmp_path / "kda", "gal"): "did you mean 'gla'",
         (tmp_path, tmp_path / "kda", "kda"): CONFIG,
     }.items():

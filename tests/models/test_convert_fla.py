@@ -182,13 +182,17 @@ SMALL = {"vocab_size": 9, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "m
     ("family", "options", "message"),
     [
         ("kdaa", {"layer_types": "kda"}, "did you mean 'kda'?"),
-        ("kda", {"layer_types": ("attention", "sliding_window")}, "layer_types="),
-        ("retnet", {"layer_types": ("retnet", "attention")}, "layer_types="),
-        ("kda", {"layer_types": "gated_deltanet"}, "layer_types="),
-        ("kda", {"layer_types": "kda", "beta_max": 1.5}, "beta_max=1.5 (1.0)"),
+        ("kda", {"layer_types": ("attention", "sliding_window")}, "layer_types ("),
+        ("retnet", {"layer_types": ("retnet", "attention")}, "layer_types ("),
+        ("kda", {"layer_types": "gated_deltanet"}, "layer_types ("),
+        ("kda", {"layer_types": "kda", "beta_max": 1.5}, "beta_max 1.5 would be read as 1.0"),
         ("kda", {"layer_types": "kda", "mlp_size": 0}, "intermediate_size must be an integer of 1"),
-        ("kda", {"layer_types": "kda", "output_gate": False}, "output_gate=False (True)"),
-        ("retnet", {"layer_types": "retnet", "conv_size": 4}, "conv_size=4 (0)"),
+        (
+            "kda",
+            {"layer_types": "kda", "output_gate": False},
+            "output_gate False would be read as True",
+        ),
+        ("retnet", {"layer_types": "retnet", "conv_size": 4}, "conv_size 4 would be read as 0"),
         ("linear_attn", {"layer_types": "linear_attention", "feature_map": "dpfp"}, "feature_map"),
     ],
 )

@@ -260,6 +260,8 @@ def test_names_with_the_prefix_of_transformers(saved):
 def test_a_missing_folder_and_a_file_in_its_place(tmp_path, saved):
     refuses(tmp_path / "nowhere", "nowhere")
     refuses(saved / WEIGHTS, WEIGHTS)
+    with pytest.raises(CheckpointError, match="is a file: a model is saved as a folder"):
+        CausalLM.load(saved).save(saved / WEIGHTS)
 
 
 class Bomb:

@@ -29,6 +29,8 @@ def call(**changes):
         ({"n_steps": 2}, r"k must be .* = \[2, 20, 2, 8\] .*n_steps=2"),
         ({"n_steps": 0}, "n_steps must be an integer of 1 or more, got 0"),
         ({"n_steps": True}, "n_steps must be an integer"),
+        ({"normalize_qk": "none"}, "normalize_qk must be True or False, got 'none'"),
+        ({"batch_invariant": 1}, "batch_invariant must be True or False, got 1"),
         ({"scale": "a"}, "scale must be a number or None, got str"),
         ({"scale": torch.ones(())}, "scale must be a number .* multiply q"),
         ({"v": GOOD["v"][:, :, :3]}, "v must have a multiple of the 2 heads .* got 3"),

@@ -59,6 +59,8 @@ def write_model(
         ['config.json', 'model.safetensors']
     """
     folder = Path(folder)
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file: a model is saved as a folder")
     folder.mkdir(parents=True, exist_ok=True)
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # Other readers of safetensors expect to be told which framework's layout it is.

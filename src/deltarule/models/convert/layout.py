@@ -46,7 +46,7 @@ def written(model: Any, family: str | None, build: Build) -> Layout:
         raise ValueError(f"{refusal}: {error}") from None
     again = resolved(back, build(back).blocks)
     if lost := differences(config, again):
-        raise ValueError(f"{refusal}; what it would read in brackets: {', '.join(lost)}")
+        raise ValueError(f"{refusal}: {', '.join(lost)}")
     pieces = layout.tensors.pieces(config, shapes, lambda name: False)
     check_parts(pieces, shapes)
     return Layout(fields, pieces)

@@ -68,4 +68,4 @@ def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
     """Name the options in which two configurations differ, with both values."""
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     pairs = {name: (getattr(one, name), getattr(other, name)) for name in names}
-    return [f"{name}={a!r} ({b!r})" for name, (a, b) in pairs.items() if a != b]
+    return [f"{name} {a!r} would be read as {b!r}" for name, (a, b) in pairs.items() if a != b]

@@ -75,6 +75,9 @@ def check_arguments(given: Inputs, scale: float | None) -> Inputs:
     q, k, v, beta, a, b, log_decay, initial_state, cu_seqlens, n_steps, *_ = given
     if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 1:
         raise ValueError(f"n_steps must be an integer of 1 or more, got {n_steps!r}")
+    for name in ("normalize_qk", "batch_invariant"):
+        if not isinstance(flag := getattr(given, name), bool):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
     checks.check_sequence(q, k, v, n_steps)
     (batch, tokens, _, key_size), heads = q.shape, v.shape[2]
     checks.check_gate("beta", beta, q, {"[B, T*n, HV]": (batch, tokens * n_steps, heads)})

@@ -173,7 +173,7 @@ def there(place: torch.device) -> AbstractContextManager[Any]:
 
 
 def is_here(place: torch.device) -> bool:
-    return place.type != "cuda" or place.index == torch._C._cuda_getDevice()
+    return place.type != "cuda" or place.index == torch.cuda.current_device()
 
 
 def watched(*kernels: Any) -> bool:
