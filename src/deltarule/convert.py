@@ -5,10 +5,9 @@ from pathlib import Path
 
 from deltarule.models.config_names import MODEL_TYPE
 from deltarule.models.convert.copy import convert
-from deltarule.train.checkpoint import MARKER
 from deltarule.train.progress import make_progress
 from deltarule.train.run_folder import RUN, line_that_resumes
-from deltarule.train.run_model import is_at_its_end
+from deltarule.train.run_model import is_at_its_end, run_of
 
 # What the bar counts up to.
 PERCENT = 100
@@ -32,8 +31,7 @@ def convert_folder(run: ConvertRun) -> None:
     """Convert, with a bar that counts bytes; an error leaves nothing behind."""
     if not run.shard_gb > 0:
         raise ValueError(f"--shard-gb must be above 0, got {run.shard_gb}")
-    if (run.source / MARKER).exists():
-        whole = run.source.parent.parent
+    if (whole := run_of(run.source)) != run.source:
         raise ValueError(
             f"{run.source} is a checkpoint within a run, without a config.json of its own: convert "
             f"takes {whole} once that is at its end"
