@@ -199,3 +199,30 @@ def surrounded(x: Tensor, edge: int = 4096) -> Tensor:
     buffer = torch.full((x.numel() + 2 * edge,), torch.nan, dtype=x.dtype, device=x.device)
     inner = buffer[edge : edge + x.numel()].view(x.shape)
     return inner.copy_(x)
+
+
+def within_nan(drawn: Drawn) -> Drawn:
+    """The same numbers with nothing but NaN around every tensor."""
+    inside = {name: surrounded(drawn.case.tensors[name]) for name in drawn.case.present()}
+    return Drawn(drawn.case.changed(**inside), tuple(map(surrounded, drawn.weights)))
+
+
+def assert_same_again_and_alone(drawn: Drawn) -> None:
+    """20 more calls, and each row by itself, have the bits of the first call."""
+    together = results(drawn)
+    for _ in range(20):
+        assert_same(results(drawn), together)
+    for row in range(len(drawn.case.tensors["q"])):
+        rows = slice(row, row + 1)
+        assert_same(results(drawn.rows(rows)), {name: x[rows] for name, x in together.items()})
+
+
+def assert_same_under_load(drawn: Drawn) -> None:
+    """100 calls beside products on another stream have the bits of a call alone."""
+    first, other = results(drawn), torch.randn(4096, 4096, device=DEVICE)
+    stream = torch.cuda.Stream()
+    for _ in range(100):
+        with torch.cuda.stream(stream):
+            other @ other
+        assert_same(results(drawn), first)
+    assert all(x.isfinite().all() for x in held(drawn))

@@ -118,7 +118,7 @@ def channels(inputs: Inputs) -> None:
     call = kept(inputs)
     new_gradients(call)
     call.values |= {"d_o": call["d_v"], "d_states": call["states"], "d_errors": call["errors"]}
-    assert channel_gradient_stage.can(call)
+    assert channel_gradient_stage.can(call.inputs)
     channel_gradient_stage.launch(call)
 
 

@@ -51,7 +51,7 @@ def run(case: Case, given: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
     names = [name for name in ("q", "k", "beta", "log_decay") if call["d_" + name] is not None]
     for name in names:
         call["d_" + name].fill_(torch.nan)
-    assert channel_gradient_stage.can(call)
+    assert channel_gradient_stage.can(call.inputs)
     channel_gradient_stage.launch(call)
     return {name: call["d_" + name] for name in names}
 

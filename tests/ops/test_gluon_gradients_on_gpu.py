@@ -11,7 +11,17 @@ from deltarule.ops.delta_rule.gluon import backward_stage, gradient_stage, stage
 from deltarule.ops.dispatch import forget_calls
 from oracle import Case, run_module
 from tolerance import assert_close_to_yardstick
-from truth import DEVICE, Drawn, Kind, assert_same, draw, held, placed, results, surrounded
+from truth import (
+    Drawn,
+    Kind,
+    assert_same,
+    assert_same_again_and_alone,
+    assert_same_under_load,
+    draw,
+    placed,
+    results,
+    within_nan,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -116,13 +126,7 @@ def test_ragged_and_packed_calls_have_gradients(kind: Kind) -> None:
 
 
 def test_repeats_and_a_row_alone_have_the_same_bits(kind: Kind) -> None:
-    drawn = drawn_of(kind, batch=3)
-    together = results(drawn)
-    for _ in range(20):
-        assert_same(results(drawn), together)
-    for row in range(3):
-        rows = slice(row, row + 1)
-        assert_same(results(drawn.rows(rows)), {name: x[rows] for name, x in together.items()})
+    assert_same_again_and_alone(drawn_of(kind, batch=3))
 
 
 def test_windows_have_the_bits_of_the_whole(kind: Kind, monkeypatch) -> None:
@@ -140,17 +144,9 @@ def test_windows_have_the_bits_of_the_whole(kind: Kind, monkeypatch) -> None:
 def test_nan_around_a_tensor_is_never_read(kind: Kind) -> None:
     drawn = drawn_of(kind)
     expected = results(drawn)
-    inside = {name: surrounded(drawn.case.tensors[name]) for name in drawn.case.present()}
-    given = tuple(surrounded(x) for x in drawn.weights)
-    assert_same(results(Drawn(drawn.case.changed(**inside), given)), expected)
+    assert_same(results(within_nan(drawn)), expected)
 
 
 def test_many_runs_under_load_have_the_same_bits() -> None:
     drawn = drawn_of(Kind("head", "tied", 1, torch.bfloat16), batch=9, tokens=1024)
-    first, other = results(drawn), torch.randn(4096, 4096, device=DEVICE)
-    stream = torch.cuda.Stream()
-    for _ in range(100):
-        with torch.cuda.stream(stream):
-            other @ other
-        assert_same(results(drawn), first)
-    assert all(x.isfinite().all() for x in held(drawn))
+    assert_same_under_load(drawn)

@@ -8,6 +8,7 @@ from deltarule.ops.delta_rule.gluon.channel_stage import SIZES, in_rows
 from deltarule.ops.delta_rule.gluon.gradient_stage import AVERAGE, LEAST_PAIRS, ends
 from deltarule.ops.delta_rule.gluon.memory import CHUNK
 from deltarule.ops.delta_rule.gluon.stage import FusedLaunch, norms_of
+from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import Call
 from deltarule.ops.runtime.launch import Launch, multiprocessors
 
@@ -17,15 +18,14 @@ OTHERS = 40
 
 def takes(call: Call) -> bool:
     """Whether it takes the gradients of this call: a function of shapes, types and the GPU."""
-    if not stage.TRAINING or not can(call):
+    if not stage.TRAINING or not can(call.inputs):
         return False
     processors = multiprocessors(call.inputs.q.device)
     return call.plan.chunks * call.inputs.q.shape[2] >= LEAST_PAIRS * processors
 
 
-def can(call: Call) -> bool:
+def can(inputs: Inputs) -> bool:
     """Whether it can on any GPU of Hopper."""
-    inputs = call.inputs
     return (
         inputs.q.dtype == torch.bfloat16 and (inputs.q.shape[3], inputs.v.shape[3]) == SIZES
         and inputs.q.shape[2] == inputs.v.shape[2] and inputs.decay == "channel"
