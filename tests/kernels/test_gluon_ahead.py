@@ -18,7 +18,7 @@ SHARED = 227 * 1024
 # 3.7.1 spill 224 and 600 at most in forwards, and with a decay per channel 272 and 680; for sm_100
 # they may spill 352 of whole chunks, too.
 SPILLS = {"whole": 224, "ragged": 608, "gradients": 224, "backward": 120}
-SPILLS_CHANNELS = {"whole": 272, "ragged": 680, "channels": 48}
+SPILLS_CHANNELS = {"whole": 272, "ragged": 680, "channels": 16}
 SPILLS_TENSOR = SPILLS | {"whole": 352}
 FORWARDS = (
     "gated 128 bare alone whole forward", "gated 128 bare alone packed twice",

@@ -44,8 +44,8 @@ def launch(call: Call) -> None:
     errors = (call["errors"], call["d_errors"]) if tied else (inputs.v, inputs.v)
     given = (
         inputs.q, inputs.k, call["d_o"], *errors, call["states"], call["d_states"],
-        in_rows(decays), call["d_q"], call["d_k"], call["scalings"], norms_of(call),
-        call["d_beta"], call["d_log_decay"],
+        in_rows(decays), call["d_q"], call["d_k"], call["d_log_decay"], call["scalings"],
+        norms_of(call), call["d_beta"],
         *((inputs.cu_seqlens, inputs.sequences) if packed else (None, None)), inputs.scale, pairs,
         heads, chunks, tokens,
     )  # fmt: skip
@@ -62,7 +62,7 @@ def channel_gradients_launch(call: Call) -> Launch:
         (heads * value_size, [rows, value_size]),
     )
     of_chunk, of_state = (value_size, [rows, value_size]), (key_size, [value_size, key_size])
-    tiles = dict.fromkeys(("q", "k", "d_q", "d_k", "log_decay"), of_keys)
+    tiles = dict.fromkeys(("q", "k", "d_q", "d_k", "log_decay", "d_log_decay"), of_keys)
     tiles |= dict.fromkeys(("errors", "d_errors"), of_chunk if tied else of_values)
     tiles["d_o"] = of_values
     if (where := call.once(ends)) != "whole":

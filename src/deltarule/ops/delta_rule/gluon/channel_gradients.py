@@ -8,19 +8,21 @@ from the chunk's start to token i, plus SHIFT, beta and the norms are in the pai
     read = 2^-SHIFT scale S^T dO + GP y           dq = 2^c read
     row  = -2^-SHIFT beta S^T X + GM y            dk = 2^c row + 2^-c col
     col  = end + GP^T x + GM^T u
-    dlog_decay_t = sum_{i >= t} (x read + u row - y col)_i + sum_j y_j end_j + decay sum_v D S
+    z    = x read + u row - y col
+    dlog_decay_t = sum_{i >= t} z_i + sum_j y_j end_j + decay sum_v D S
 
 A program takes every n-th pair of a chunk and a head:
 
     load ---- dO E X D S q k --+--> compute ---+-- dq, dk (over x, u) ---> store
-              log decays ------+    (8 warps)  +-- dbeta, dlog_decay, to global memory
-                |    sums <----+
+              log decays ------+    (8 warps)  +-- z_i (over y, GP, GM) --> adds up, stores
+                |    sums <----+               +-- dbeta, to global memory
                 +----> c       |
     factors of rows -----------+
 
-Every tile has one place, and is fetched again as soon as it has been used. The products with S and
-D come first, because q and k, whose places dq and dk leave last, come last. Chunks whose decays go
-too far are written again by other kernels (triton/channel_flagged.py).
+z_i is what dlog_decay is summed of, in float32. Every tile has one place, and is fetched again as
+soon as it has been used. The products with S and D come first, because q and k, whose places dq and
+dk leave last, come last. Chunks whose decays go too far are written again by other kernels
+(triton/channel_flagged.py).
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +37,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deltarule.ops.delta_rule.gluon.channel_copies import HIGH_BITS
 from deltarule.ops.delta_rule.gluon.channel_memory import SHIFT, UNSHIFT
 from deltarule.ops.delta_rule.gluon.gates import LOG2_E, add
 from deltarule.ops.delta_rule.gluon.gradient_memory import (
@@ -48,22 +49,22 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     halves,
     pair_of,
     pairs_there,
-    places_of_rows,
 )
 from deltarule.ops.delta_rule.gluon.gradient_movers import load, store
 from deltarule.ops.delta_rule.gluon.gradients import (
     diagonal_halves,
     factor_role,
-    leave_keys,
     leave_pairs,
     row_factor,
     store_beta_gradient,
 )
-from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, four, joined
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, barrier, new_barrier, square
 
 # Rows and channels that a lane adds up together: the rows of a tile are swizzled by eights.
 EIGHT, CHANNELS = gl.constexpr(8), gl.constexpr(64)
+# Parts of a sum over all tokens.
+PARTS = gl.constexpr(16)
 
 
 class Tiles(NamedTuple):
@@ -79,21 +80,21 @@ class Tiles(NamedTuple):
     # [64, K]: q and k, then x and u, then dq and dk.
     q: Any
     k: Any
-    # [64, K]: y, then what is added up for dlog_decay, rounded; `low`, where GP and GM were, has
-    # the rest of it.
+    # [64, K]: y; [64, 64]: GP and GM. In the place of all three, [64, K] float32, z, and then
+    # dlog_decay.
     near: Any
-    low: Any
-    # [64, 64]: GP and GM; [64, 64]: ones on and above the diagonal.
     read_pairs: Any
     erase_pairs: Any
-    later: Any
+    totals: Any
     # [64, K] float32: log decays, and in their place c.
     decays: Any
     # [2, K] float32, and [2 * FACTORS, 64] float32.
     ends: Any
     factors: Any
-    # [K, 2] float32: of each channel the sum over v of D S, in one of the two, and 0.
+    # [K, 2] float32: of each channel the sum over v of D S, in one of the two, and 0; and
+    # [PARTS, K] float32, that of y end over some of the tokens.
     held: Any
+    parts: Any
 
 
 class Barriers(NamedTuple):
@@ -110,10 +111,11 @@ class Barriers(NamedTuple):
     full_g: Any
     has_sums: Any
     empty_g: Any
-    # q and k are there; dq and dk are; they are in global memory.
+    # q and k are there; dq, dk and z are; dq and dk are in global memory; dlog_decay is.
     full_k: Any
     has_keys: Any
     empty_k: Any
+    empty_z: Any
 
 
 @gluon.jit
@@ -122,52 +124,35 @@ def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, TIED: gl.co
     SQUARE: gl.constexpr = square()
     d_o = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
     errors = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
-    d_errors = errors
-    if TIED:
-        d_errors = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
+    d_errors = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE) if TIED else errors
     states = gl.allocate_shared_memory(dtype, [1, V, K], SQUARE)
     d_states = gl.allocate_shared_memory(dtype, [1, V, K], SQUARE)
     q = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
     k = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
-    near = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
-    low = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
-    later = gl.allocate_shared_memory(dtype, [1, CHUNK, CHUNK], SQUARE)
+    near = gl.allocate_shared_memory(dtype, [2, CHUNK, K], SQUARE)
     decays = gl.allocate_shared_memory(gl.float32, [CHUNK, K], square(2, 32))
     ends = gl.allocate_shared_memory(gl.float32, [2, K], PLAIN_1D)
     factors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], PLAIN_1D)
     held = gl.allocate_shared_memory(gl.float32, [K, 2], PLAIN)
-    LAYOUT: gl.constexpr = halves(CHUNK)
-    o_t = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
-    o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
-    later.index(0).store(gl.where(o_i >= o_t, 1.0, 0.0).to(dtype))
-    fence_async_shared()
+    parts = gl.allocate_shared_memory(gl.float32, [PARTS, K], PLAIN)
     return Tiles(
-        d_o, errors, d_errors, states, d_states, q, k, near, low, low, low, later, decays, ends,
-        factors, held,
+        d_o, errors, d_errors, states, d_states, q, k, near, near, near, near, decays, ends,
+        factors, held, parts,
     )  # fmt: skip
 
 
 @gluon.jit
 def of_chunk(tiles, n):
     """The only tiles, by an index that the compiler does not know, as in channel_memory.py."""
-    only, low = n >> 30, tiles.low.index(n >> 30)
-    COUNT: gl.constexpr = low.shape[1] // CHUNK
-    pairs = low._reinterpret(low.dtype, [COUNT, CHUNK, CHUNK], square())
+    only, near = n >> 30, tiles.near
+    K: gl.constexpr = near.shape[2]
+    totals = near._reinterpret(gl.float32, [1, CHUNK, K], square(2, 32)).index(only)
+    pairs = near.index(only + 1)._reinterpret(near.dtype, [K // CHUNK, CHUNK, CHUNK], square())
     return Tiles(
         tiles.d_o.index(only), tiles.errors.index(only), tiles.d_errors.index(only),
         tiles.states.index(only), tiles.d_states.index(only), tiles.q.index(only),
-        tiles.k.index(only), tiles.near.index(only), low, pairs.index(0), pairs.index(1),
-        tiles.later.index(only), tiles.decays, tiles.ends, tiles.factors, tiles.held,
-    )  # fmt: skip
-
-
-@gluon.jit
-def new_barriers():
-    """All barriers: of the factors two each."""
-    return Barriers(
-        new_barrier(2, 1), new_barrier(2, 1), new_barrier(1, 1), new_barrier(1, 1),
-        new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
-        new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
+        tiles.k.index(only), near.index(only), pairs.index(0), pairs.index(1), totals, tiles.decays,
+        tiles.ends, tiles.factors, tiles.held, tiles.parts,
     )  # fmt: skip
 
 
@@ -209,10 +194,10 @@ def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def store_role(shared, of, K: gl.constexpr, FORM: gl.constexpr):
-    """One warp: dq and dk of every pair; their places are free."""
+    """One warp: dq and dk of every pair; dlog_decay, which it adds up; their places are free."""
     tiles, barriers, work = shared
     tiles = of_chunk(tiles, 0)
-    d_q, d_k = of
+    d_q, d_k, d_log_decay = of
     done = 0
     for n in range(work.count):
         at = pair_of(n, work, FORM)
@@ -220,9 +205,49 @@ def store_role(shared, of, K: gl.constexpr, FORM: gl.constexpr):
             mbarrier.wait(barriers.has_keys.index(0), done & 1)
             store(d_q, at.token, at.head * K, at.left, tiles.q, FORM.ENDS)
             store(d_k, at.token, at.head * K, at.left, tiles.k, FORM.ENDS)
+            leave_totals(tiles, done % 2, 0)
             tma.store_wait(0)
             mbarrier.arrive(barriers.empty_k.index(0))
+            leave_totals(tiles, done % 2, CHANNELS)
+            fence_async_shared()
+            barrier()
+            store(d_log_decay, at.token, at.head * K, at.left, tiles.totals, FORM.ENDS)
+            tma.store_wait(0)
+            mbarrier.arrive(barriers.empty_z.index(0))
             done += 1
+
+
+@gluon.jit
+def leave_totals(tiles, slot, FIRST: gl.constexpr):
+    """dlog_decay of 64 channels in the place of z, from the last token on."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([EIGHT, 2], [1, 32], [1, 1], [1, 0])
+    LANES: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    held = tiles.held.slice(FIRST, CHANNELS).load(gl.BlockedLayout([2, 2], [32, 1], [1, 1], [1, 0]))
+    ends = tiles.ends.index(slot).slice(FIRST, CHANNELS).load(LANES)
+    z = gl.convert_layout(gl.sum(held, 1), LANES) * ends * UNSHIFT
+    for row in gl.static_range(0, PARTS, EIGHT):
+        z += gl.sum(tiles.parts.slice(row, EIGHT).slice(FIRST, CHANNELS, 1).load(LAYOUT), 0)
+    totals = tiles.totals.slice(FIRST, CHANNELS, 1)
+    for row in gl.static_range(CHUNK - EIGHT, -1, -EIGHT):
+        tile = totals.slice(row, EIGHT)
+        x = gl.permute(gl.reshape(tile.load(LAYOUT), [2, EIGHT // 2, CHANNELS]), (1, 2, 0))
+        before, after = gl.split(x)
+        after, z = from_the_last(after, z)
+        before, z = from_the_last(before, z)
+        x = gl.reshape(gl.permute(gl.join(before, after), (2, 0, 1)), [EIGHT, CHANNELS])
+        tile.store(gl.convert_layout(x, LAYOUT))
+
+
+@gluon.jit
+def from_the_last(x, z):
+    """Of four rows each with those after it, and z, added; and the first."""
+    rows = four(gl.permute(gl.reshape(x, [2, 2, CHANNELS]), (2, 0, 1)))
+    z = rows[3] + gl.convert_layout(z, rows[3].type.layout)
+    after = rows[2] + z
+    before = rows[1] + after
+    first = rows[0] + before
+    sums = gl.permute(joined((first, before, after, z)), (1, 2, 0))
+    return gl.convert_layout(gl.reshape(sums, [4, CHANNELS]), x.type.layout), first
 
 
 @gluon.jit
@@ -256,17 +281,15 @@ def leave_sums(tiles, slot, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def compute_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+def compute_role(shared, d_beta, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
     """8 warps, those of the upper half for the upper half of all columns: all but what moves."""
     all_tiles, barriers, work = shared
-    d_beta, d_log_decay = of
     count = work.count
     if FORM.ENDS == "packed":
         count = pairs_there(work)
     for n in range(count):
         at, tiles = pair_of(n, work, FORM), of_chunk(all_tiles, n)
-        own = tiles, barriers, work
-        read, erased, written = around(own, d_beta, at, n, K, V, FORM)
+        read, erased, written = around((tiles, barriers, work), d_beta, at, n, K, V, FORM)
         mbarrier.wait(barriers.has_sums.index(0), n & 1)
         mbarrier.wait(barriers.full_k.index(0), n & 1)
         lead = leave_copies(tiles, K, FORM.TIED)
@@ -274,21 +297,19 @@ def compute_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexp
         # Barriers of the role, too: the copies, and GP and GM, are there for all warps.
         mbarrier.arrive(barriers.empty_g.index(0))
         read, erased, col = inside(tiles, read, erased, written, n, K, FORM.TIED)
-        d_decays = leave_decay_sums(tiles, read, erased, col, K, FORM.TIED)
+        z = tiles.q.load(halves(K)).to(gl.float32) * read
+        z -= tiles.near.load(halves(K)).to(gl.float32) * col
         d_k = col * reciprocal(lead)
         if FORM.TIED:
+            z += tiles.k.load(halves(K)).to(gl.float32) * erased
             d_k += lead * erased
-        leave_keys(tiles, barriers, lead * read, d_k, 0, 0, False)
-        d_decays = warpgroup_mma_wait(0, deps=(d_decays,))
-        LAYOUT: gl.constexpr = d_decays.type.layout
-        ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-        o_k = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))[None, :]
-        slot = n % 2 * FACTORS
-        row, there = places_of_rows(tiles, slot, at, work, o_k < K, ROW, FORM)
-        address = d_log_decay + row.to(gl.int64) * K + o_k
-        held = tiles.ends.index(n % 2).load(gl.SliceLayout(0, LAYOUT))[None, :]
-        gl.store(address, d_decays + held, mask=there)
-        mbarrier.arrive(barriers.empty.index(n % 2))
+        # No product reads what lies there any more.
+        barrier()
+        tiles.totals.store(z)
+        tiles.q.store((lead * read).to(tiles.q.dtype))
+        tiles.k.store(d_k.to(tiles.k.dtype))
+        fence_async_shared()
+        mbarrier.arrive(barriers.has_keys.index(0))
 
 
 @gluon.jit
@@ -320,6 +341,7 @@ def around(shared, d_beta, at, n, K: gl.constexpr, V: gl.constexpr, FORM: gl.con
     else:
         gp = warpgroup_mma_wait(4, deps=(gp,))
         gm = gp
+    mbarrier.wait(barriers.empty_z.index(0), (n & 1) ^ 1)
     leave_pairs(tiles, row, gp, gm, FORM.TIED, False)
     if FORM.TIED:
         written, read, erased, lower, upper = warpgroup_mma_wait(
@@ -334,6 +356,7 @@ def around(shared, d_beta, at, n, K: gl.constexpr, V: gl.constexpr, FORM: gl.con
     tiles.held.slice(CHUNK, CHUNK).store(diagonal_halves(upper))
     written *= row_factor(tiles, row + WRITES, ACROSS)
     read *= row_factor(tiles, row + READS, ACROSS) * UNSHIFT
+    mbarrier.arrive(barriers.empty.index(n % 2))
     return read, erased, written
 
 
@@ -362,8 +385,7 @@ def leave_copies(tiles, K: gl.constexpr, TIED: gl.constexpr):
 
 @gluon.jit
 def inside(tiles, read, erased, written, n, K: gl.constexpr, TIED: gl.constexpr):
-    """read, row and col with their pairs; what all dlog_decay of the chunk have in common takes the
-    place of 2^c_end."""
+    """read, row and col with their pairs; and parts of the sums of y end."""
     ACROSS: gl.constexpr = halves(K)
     CHANNEL: gl.constexpr = gl.SliceLayout(0, ACROSS)
     col = gl.zeros([CHUNK, K], gl.float32, ACROSS)
@@ -374,40 +396,16 @@ def inside(tiles, read, erased, written, n, K: gl.constexpr, TIED: gl.constexpr)
         turned = tiles.erase_pairs.permute((1, 0))
         col = warpgroup_mma(turned, tiles.k, col, is_async=True)
         erased = warpgroup_mma(tiles.erase_pairs, tiles.near, erased, is_async=True)
-    ends = tiles.ends.index(n % 2).load(CHANNEL)
-    end = written * ends[None, :]
-    held = gl.sum(tiles.held.load(gl.BlockedLayout([1, 2], [32, 1], [8, 1], [1, 0])), 1)
-    held = gl.convert_layout(held, CHANNEL) * ends * UNSHIFT
-    held += gl.sum(tiles.near.load(ACROSS).to(gl.float32) * end, 0)
-    tiles.ends.index(n % 2).store(held)
+    end = written * tiles.ends.index(n % 2).load(CHANNEL)[None, :]
+    # Two of a lane's rows and of two lanes are one; the rest of the sum is for a warp with time.
+    held = gl.reshape(tiles.near.load(ACROSS).to(gl.float32) * end, [PARTS // 4, 2, 2, 4, K])
+    tiles.parts.store(gl.reshape(gl.sum(gl.sum(held, 1), 1), [PARTS, K]))
     if TIED:
         col, read, erased = warpgroup_mma_wait(0, deps=(col, read, erased))
     else:
         col, read = warpgroup_mma_wait(0, deps=(col, read))
         erased = read
     return read, erased, col + end
-
-
-@gluon.jit
-def leave_decay_sums(tiles, read, erased, col, K: gl.constexpr, TIED: gl.constexpr):
-    """sum_{i >= t} (x read + u row - y col)_i of every token t, in flight: a product with ones, of
-    numbers in two parts."""
-    ACROSS: gl.constexpr = halves(K)
-    dtype: gl.constexpr = tiles.q.dtype
-    z = tiles.q.load(ACROSS).to(gl.float32) * read
-    z -= tiles.near.load(ACROSS).to(gl.float32) * col
-    if TIED:
-        z += tiles.k.load(ACROSS).to(gl.float32) * erased
-    high = (z.to(gl.int32, bitcast=True) & HIGH_BITS).to(gl.float32, bitcast=True)
-    # No product reads what lies there any more.
-    barrier()
-    tiles.near.store(high.to(dtype))
-    tiles.low.store((z - high).to(dtype))
-    fence_async_shared()
-    barrier()
-    zero = gl.zeros([CHUNK, K], gl.float32, ACROSS)
-    sums = warpgroup_mma(tiles.later, tiles.near, zero, use_acc=False, is_async=True)
-    return warpgroup_mma(tiles.later, tiles.low, sums, is_async=True)
 
 
 @gluon.jit
@@ -423,33 +421,37 @@ GENERAL = ["pairs", "heads", "chunks", "sequences", "T"]
 
 @gluon.jit(do_not_specialize=GENERAL)
 def channel_gradients_kernel(
-    q, k, d_o, errors, d_errors, states, d_states, log_decay, d_q, d_k, scalings, norms, d_beta,
-    d_log_decay, cu_seqlens, sequences, scale, pairs, heads, chunks, T, K: gl.constexpr,
+    q, k, d_o, errors, d_errors, states, d_states, log_decay, d_q, d_k, d_log_decay, scalings,
+    norms, d_beta, cu_seqlens, sequences, scale, pairs, heads, chunks, T, K: gl.constexpr,
     V: gl.constexpr, TIED: gl.constexpr, UNIT: gl.constexpr, ENDS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors of tiles up to d_k; without an erase `errors` is v, and X is not read."""
+    """Descriptors of tiles up to d_log_decay; without an erase `errors` is v, and X is not read."""
     FORM: gl.constexpr = Form(TIED, False, UNIT, ENDS)
     first, step = gl.program_id(0), gl.num_programs(0)
     count = (pairs - first + step - 1) // step
+    # What is not there is another thing that nobody touches.
     if ENDS != "packed":
-        # What is not there is another thing that nobody touches.
         cu_seqlens, sequences = T, T
     if not TIED:
-        scalings, d_beta = d_log_decay, d_log_decay
+        scalings, d_beta = T, T
     if not UNIT:
-        norms = d_log_decay
+        norms = T
     work = Work(first, step, count, heads, chunks, 0, chunks, chunks, T, cu_seqlens, sequences)
     tiles = new_tiles(q.dtype, K, V, TIED)
-    barriers = new_barriers()
+    barriers = Barriers(
+        new_barrier(2, 1), new_barrier(2, 1), new_barrier(1, 1), new_barrier(1, 1),
+        new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
+        new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
+    )  # fmt: skip
     barrier()
     shared = tiles, barriers, work
     loads = q, k, d_o, errors, d_errors, states, d_states, log_decay
     gl.warp_specialize(
         [
-            (compute_role, (shared, (d_beta, d_log_decay), K, V, FORM)),
+            (compute_role, (shared, d_beta, K, V, FORM)),
             (load_role, (shared, loads, K, V, FORM)),
-            (store_role, (shared, (d_q, d_k), K, FORM)),
+            (store_role, (shared, (d_q, d_k, d_log_decay), K, FORM)),
             (factor_role, (shared, scalings, norms, scale, FORM)),
             (sum_role, (shared, K, FORM)),
         ],
