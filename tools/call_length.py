@@ -29,8 +29,8 @@ class Limit(NamedTuple):
     lines: int
 
 
-# What is asked of a call; of the gated one, what it enters today: this may only fall.
-LIMITS = {"cpu": Limit(9, 1900), "gated": Limit(17, 3632), "kda": Limit(21, 4050)}
+# What is asked of a call, of the gated one in a file less: these may only fall.
+LIMITS = {"cpu": Limit(9, 1900), "gated": Limit(17, 3600), "kda": Limit(21, 4050)}
 
 
 class Entered:

@@ -97,8 +97,7 @@ def eager_key(
     training = differentiated(tensors[:8])
     if (training and not save_states) or torch.autograd.forward_ad._current_level >= 0:
         return None
-    key: CallKey | None = kernels().forward_stages.key(*tensors, *options, training)
-    return key
+    return kernels().forward_stages.key(*tensors, *options, training)
 
 
 def repeated(

@@ -150,7 +150,7 @@ def backward(call: Call) -> None:
     # Triton's gradients leave that by v themselves.
     more = {"d_v": call["d_v"]} if fused else {}
     d_end = last_gradients(call) if call.plan.per_segment else call["d_final"]
-    scan_back(call, d_end, call["d_initial"], own | more)
+    scan_back(call, own | more | {"d_final": d_end})
     call.values |= {"d_values": None, **own}
     gradients(call, fused.launch if fused else fast_gradients)
 

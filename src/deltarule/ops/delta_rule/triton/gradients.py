@@ -266,18 +266,14 @@ def own_shapes(call: Call, slots: int, again: bool) -> Shapes:
     """What the backward keeps of a window's chunks: D, X, parts of dlog_decay (and S and E)."""
     inputs, rows = call.inputs, call.plan.sizes["BT"]
     (_, heads, value_size, key_size), dtype = inputs.state_shape, inputs.q.dtype
-    states, errors = (slots, heads, value_size, key_size), (slots, heads, rows, value_size)
-    shapes: Shapes = {"d_states": (states, dtype)}
+    around: Shapes = {"states": ((slots, heads, value_size, key_size), dtype)}
     if inputs.beta is not None:
-        shapes["d_errors"] = errors, dtype
+        around["errors"] = (slots, heads, rows, value_size), dtype
+    shapes = {f"d_{name}": of for name, of in around.items()}
     if inputs.log_decay is not None:
         parts = slices(call) + sums_pairs(inputs), slots, heads, 4, rows
         shapes["parts"] = parts, torch.float32
-    if again:
-        shapes["states"] = states, dtype
-        if inputs.beta is not None:
-            shapes["errors"] = errors, dtype
-    return shapes
+    return shapes | around if again else shapes
 
 
 def room_in_gradients(call: Call) -> dict[str, Tensor]:

@@ -39,8 +39,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients by the eight tensors from q to initial_state; None in place of a zero d_final."""
     d_final = None if d_final is None else piece(d_final)
-    found: Outputs = gradient_stages(contiguous(inputs), piece(d_o), d_final, saved)
-    return found
+    return gradient_stages(contiguous(inputs), piece(d_o), d_final, saved)
 
 
 def compiled_first(run: Callable[..., object]) -> Callable[..., None]:
@@ -156,7 +155,7 @@ def head_gradients(call: Call) -> None:
         return
     stage = gradients_of(call)
     own = call.room(stage.own_shapes, call.plan.chunks, False)
-    scan_back(call, d_end, call["d_initial"], own | stage.room_in_gradients(call))
+    scan_back(call, own | stage.room_in_gradients(call) | {"d_final": d_end})
     stage.add_gradients(call, own)
 
 
@@ -183,10 +182,8 @@ def new_gradients(call: Call) -> None:
 
 def scores(call: Call) -> None:
     """Launch the kernels over pairs of rows: scores, corrections and scalings."""
-    if call.inputs.by_channel:
-        channel_stages.scores(call)
-    else:
-        head_scores(call)
+    stage = channel_stages.scores if call.inputs.by_channel else head_scores
+    stage(call)
 
 
 def scan(call: Call, output: bool) -> tuple[Tensor | None, Tensor]:
@@ -195,7 +192,8 @@ def scan(call: Call, output: bool) -> tuple[Tensor | None, Tensor]:
     o = call.empty(inputs.output_shape, inputs.v.dtype) if output else None
     final = call.empty(inputs.state_shape)
     start = first_states(call) if call.plan.per_segment else inputs.initial_state
-    scan_through(call, start, final, {"o": o, "states": call["states"], "errors": call["errors"]})
+    room = {"o": o, "states": call["states"], "errors": call["errors"]}
+    scan_through(call, room | {"initial_state": start, "final_state": final})
     return o, final
 
 

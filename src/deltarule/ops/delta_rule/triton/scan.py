@@ -301,9 +301,7 @@ def next_state_backward_kernel(
     tl.store(tiles.state_tile(d_initial, i_n, i_h, o_v, o_k, S.HV, S.K, S.V), b_d, mask=m_s)
 
 
-# Where a scan leaves what there is room for.
 Buffers = Mapping[str, Tensor | None]
-NO_BUFFERS: Buffers = {}
 # What the scan forwards may leave, and the scan back.
 LEFT: Buffers = dict.fromkeys(("o", "states", "errors"))
 LEFT_BACK: Buffers = dict.fromkeys(("d_states", "d_errors", "d_values", "d_v", "d_q", "d_k"))
@@ -329,15 +327,8 @@ def scan_values(call: Call, name: str, window: Window, ends: bool) -> tuple[dict
     return config | window.constants() | decayed | own, programs
 
 
-def scan_through(
-    call: Call,
-    start: Tensor | None,
-    end: Tensor,
-    own: Buffers = NO_BUFFERS,
-    window: Window = WHOLE,
-    ends: bool = False,
-) -> None:
-    """Launch `next_state_kernel`: from the states at `start` to those at `end`.
+def scan_through(call: Call, own: Buffers, window: Window = WHOLE, ends: bool = False) -> None:
+    """Launch `next_state_kernel`, with tensors of its `own`: from initial_state to final_state.
 
     o, and S and E of the chunks, go where `own` has room. With `ends` segments start at zero.
     """
@@ -345,25 +336,18 @@ def scan_through(
     _, heads, _, key_size = call.inputs.state_shape
     if ends and call.inputs.erase != "none":
         programs += plan.blocks(key_size, values["BV"])
-    given = {**values, **LEFT, **own, "initial_state": start, "final_state": end}
+    given = {**values, **LEFT, **own}
     given |= {"OUTPUT": given["o"] is not None, "SAVE": given["states"] is not None}
     grid = programs * heads * plan.stretches(call.inputs, call.plan), 1, 1
     call.launch(next_state_kernel, grid, given, forward_tiles)
 
 
-def scan_back(
-    call: Call,
-    d_end: Tensor | None,
-    d_start: Tensor,
-    own: Buffers = NO_BUFFERS,
-    window: Window = WHOLE,
-    ends: bool = False,
-) -> None:
-    """Launch `next_state_backward_kernel`: from the gradients at `d_end` to those at `d_start`.
+def scan_back(call: Call, own: Buffers, window: Window = WHOLE, ends: bool = False) -> None:
+    """Launch `next_state_backward_kernel`, with tensors of its `own`: from d_final to d_initial.
 
     D at the chunks' ends, X and dv (`d_values` of a free erase) go where `own` has room.
     """
     values, programs = scan_values(call, "next_state_backward", window, ends)
-    given = {**values, **LEFT_BACK, **own, "d_final": d_end, "d_initial": d_start}
+    given = {**values, **LEFT_BACK, **own}
     grid = programs * call.inputs.v.shape[2] * plan.stretches(call.inputs, call.plan), 1, 1
     call.launch(next_state_backward_kernel, grid, given, backward_tiles)

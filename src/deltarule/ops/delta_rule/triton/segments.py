@@ -92,7 +92,7 @@ def segment_starts(call: Call, boundary: Tensor | None, ends: Tensor, backwards:
 def leave_ends(call: Call) -> None:
     """What the segments leave, with their transitions."""
     initial = None if call["join"] else call.inputs.initial_state
-    scan_through(call, initial, call["ends"], ends=True)
+    scan_through(call, {"initial_state": initial, "final_state": call["ends"]}, ends=True)
 
 
 def first_states(call: Call) -> Tensor:
@@ -108,7 +108,8 @@ def first_states(call: Call) -> Tensor:
 def leave_ends_back(call: Call) -> Tensor:
     """The gradients by the states at the segments' starts."""
     d_ends = call.empty((len(call["ends"]), *call.inputs.state_shape[1:]))
-    scan_back(call, None if call["join"] else call["d_final"], d_ends, ends=True)
+    d_final = None if call["join"] else call["d_final"]
+    scan_back(call, {"d_final": d_final, "d_initial": d_ends}, ends=True)
     return d_ends
 
 

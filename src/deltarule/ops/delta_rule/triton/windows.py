@@ -86,7 +86,8 @@ def window_starts(call: Call, cut: Windows) -> list[Tensor | None]:
     starts = [first_states(call) if call.plan.per_segment else call.inputs.initial_state]
     for number in range(cut.parts - 1):
         end = call.empty((stretches(call.inputs, call.plan), *call.inputs.state_shape[1:]))
-        scan_through(call, starts[-1], end, window=cut.window(number))
+        own = {"initial_state": starts[-1], "final_state": end}
+        scan_through(call, own, cut.window(number))
         starts.append(end)
     return starts
 
@@ -102,8 +103,10 @@ def backward(call: Call, cut: Windows) -> None:
     for number in reversed(range(cut.parts)):
         window = cut.window(number)
         # The state at the window's end is not needed.
-        scan_through(call, starts.pop(), spare, own=own, window=window)
+        around = {"initial_state": starts.pop(), "final_state": spare}
+        scan_through(call, own | around, window)
         d_start = carry if number else call["d_initial"]
-        scan_back(call, d_end, d_start, own | stage.room_in_gradients(call), window)
+        around = {"d_final": d_end, "d_initial": d_start, **stage.room_in_gradients(call)}
+        scan_back(call, own | around, window)
         stage.add_gradients(call, own, window)
         d_end = d_start
