@@ -37,33 +37,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "BetaLogits",
-    "Context",
-    "DecayLogits",
-    "MesaOutput",
-    "MesaState",
-    "RecurrentOutput",
-    "TTTOutput",
-    "TTTState",
-    "TitansOutput",
-    "TitansState",
-    "TransitionOutput",
-    "attention_matrix",
-    "delta_rule",
-    "dplr",
-    "explain",
-    "long_convolution",
-    "make_context",
-    "mesa",
-    "pack",
-    "recurrent_step",
-    "selective_scan",
-    "slstm",
-    "titans",
-    "ttt",
-    "two_memories",
-    "warmup",
-]
+    "BetaLogits", "Context", "DecayLogits", "MesaOutput", "MesaState", "RecurrentOutput",
+    "TTTOutput", "TTTState", "TitansOutput", "TitansState", "TransitionOutput", "attention_matrix",
+    "delta_rule", "dplr", "explain", "long_convolution", "make_context", "mesa", "pack",
+    "recurrent_step", "selective_scan", "slstm", "titans", "ttt", "two_memories", "warmup",
+]  # fmt: skip
 
 if not TYPE_CHECKING:
 

@@ -11,16 +11,7 @@ from deltarule.models.patterns import PATTERNS, Pattern
 from deltarule.models.warmup import warmup_model
 
 __all__ = [
-    "FAMILIES",
-    "PATTERNS",
-    "CausalLM",
-    "CheckpointError",
-    "ModelConfig",
-    "Pattern",
-    "compile_blocks",
-    "count_parameters",
-    "linear_next_token_loss",
-    "next_token_loss",
-    "release_graphs",
-    "warmup_model",
-]
+    "FAMILIES", "PATTERNS", "CausalLM", "CheckpointError", "ModelConfig", "Pattern",
+    "compile_blocks", "count_parameters", "linear_next_token_loss", "next_token_loss",
+    "release_graphs", "warmup_model",
+]  # fmt: skip

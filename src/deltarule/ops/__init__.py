@@ -17,20 +17,7 @@ from deltarule.ops.two_memories import two_memories
 from deltarule.ops.warmup import warmup
 
 __all__ = [
-    "BetaLogits",
-    "DecayLogits",
-    "attention_matrix",
-    "delta_rule",
-    "dplr",
-    "explain",
-    "long_convolution",
-    "mesa",
-    "pack",
-    "recurrent_step",
-    "selective_scan",
-    "slstm",
-    "titans",
-    "ttt",
-    "two_memories",
-    "warmup",
-]
+    "BetaLogits", "DecayLogits", "attention_matrix", "delta_rule", "dplr", "explain",
+    "long_convolution", "mesa", "pack", "recurrent_step", "selective_scan", "slstm", "titans",
+    "ttt", "two_memories", "warmup",
+]  # fmt: skip
