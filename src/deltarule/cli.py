@@ -14,15 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import deltarule
+from deltarule import errors
 from deltarule.bare_words import named
-from deltarule.errors import (
-    INTERRUPTED,
-    DivergedError,
-    StalledError,
-    StoppedRunError,
-    ended_by_ctrl_c,
-    reason,
-)
 from deltarule.nearest import nearest
 from deltarule.train.extra import MissingExtraError, require
 from deltarule.train.progress import for_screen
@@ -52,7 +45,7 @@ class Command(NamedTuple):
         self.imported(self.run_name)(flags)
 
     def imported(self, name: str) -> Any:
-        with ended_by_ctrl_c():
+        with errors.ended_by_ctrl_c():
             return getattr(importlib.import_module(self.module), name)
 
 
@@ -141,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = run(words)
         leave()
         return code
-    except StoppedRunError as error:
+    except errors.StoppedRunError as error:
         from deltarule.train.run_folder import line_that_resumes
 
         if traceback:
@@ -152,25 +145,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.code
     except KeyboardInterrupt:
         say("stopped")
-        return INTERRUPTED
+        return errors.INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone; Python would complain once more as it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except StalledError as error:
+    except errors.StalledError as error:
         if error.speaks:
             print(f"deltarule: error: {error}", file=sys.stderr)
         return FAILED
-    except (ValueError, OSError, MissingExtraError, DivergedError) as error:
+    except (ValueError, OSError, MissingExtraError, errors.DivergedError) as error:
         if traceback:
             raise
-        say(f"error: {reason(error)}")
+        say(f"error: {errors.reason(error)}")
         return FAILED
     except Exception as error:
         if traceback:
             raise
         # Memory that is not there, or a mistake of ours.
-        line = f"{type(error).__name__}: {reason(error)}; with --traceback, it shows where it arose"
+        why = f"{type(error).__name__}: {errors.reason(error)}"
+        line = f"{why}; with --traceback, it shows where it arose"
         # Perhaps of this process alone: the others then do not speak of it.
         print(f"deltarule: error: {f'process {rank()}: ' if rank() else ''}{line}", file=sys.stderr)
         return FAILED

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from deltarule.cli import COMMANDS, FAILED, INTERRUPTED, MISUSED, main
+from deltarule.cli import COMMANDS, FAILED, MISUSED, main
 from deltarule.config_file import flat, to_toml
+from deltarule.errors import INTERRUPTED
 from deltarule.models import CausalLM
 from deltarule.nn import SYSTEMS
 from deltarule.train.checkpoint import Checkpoints

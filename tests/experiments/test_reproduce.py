@@ -13,7 +13,8 @@ import torch
 
 import deltarule
 import tiny_cells
-from deltarule.cli import FAILED, INTERRUPTED, main
+from deltarule.cli import FAILED, main
+from deltarule.errors import INTERRUPTED
 from experiments import pages, reproduce, table
 from experiments.processes import MachineError, devices_of, least_loaded, own_gpu, run_cells
 from experiments.records import RecordError

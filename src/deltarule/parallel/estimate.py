@@ -11,22 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deltarule.parallel.machine import (
-    ATTENTION_FLOPS,
-    CONTEXT_BYTES,
-    KEPT_BYTES,
-    LONG_ROWS,
-    MATRIX_FLOPS,
-    OPERATOR_S,
-    OPTIMIZER_S,
-    PEAK_FLOPS,
-    REST_S,
-    SHARDING_S,
-    SPLIT_PRODUCTS,
-    TRANSITION_S,
-    Machine,
-    Size,
-)
+from deltarule.parallel import machine as measured
+from deltarule.parallel.machine import Machine, Size
 
 # What PyTorch, NCCL and the allocator take beside tensors, bytes.
 OVERHEAD = 6e9
@@ -88,7 +74,7 @@ class Estimate(NamedTuple):
     @property
     def utilisation(self) -> float:
         """Share of the matrix units' peak that does what a step needs at the least."""
-        return self.flops / self.seconds / self.division.gpus / PEAK_FLOPS
+        return self.flops / self.seconds / self.division.gpus / measured.PEAK_FLOPS
 
     @property
     def binds(self) -> str:
@@ -128,7 +114,7 @@ def estimate(
     parts["weights"] = accumulate * weights(size, machine, d, beside)
     parts["replicas"] = replicas(size, machine, d, beside)
     held = size.parameters / d.tensor / (d.shard * d.context)
-    parts["update"] = OPTIMIZER_S * held / machine.bandwidth
+    parts["update"] = measured.OPTIMIZER_S * held / machine.bandwidth
     flops = 6 * size.parameters + 7 * length * size.heads * 128 * size.attention
     return Estimate(d, parts, accumulate, used, batch_tokens, flops * batch_tokens)
 
@@ -141,15 +127,22 @@ def compute_parts(
     channels = tokens * size.heads / d.tensor
     # Weights and their gradients: 6 FLOP a parameter and token.
     block = size.layers * size.layer_parameters * again + size.vocabulary * size.hidden
-    split = SPLIT_PRODUCTS - (SPLIT_PRODUCTS - 1) / d.tensor
-    operator = OPERATOR_S * (LONG_ROWS if d.rows * size.heads / d.tensor < FEW_ROWS else 1)
+    split = measured.SPLIT_PRODUCTS - (measured.SPLIT_PRODUCTS - 1) / d.tensor
+    operator = measured.OPERATOR_S * (
+        measured.LONG_ROWS if d.rows * size.heads / d.tensor < FEW_ROWS else 1
+    )
     if d.context > 1:
-        operator += TRANSITION_S
-    softmax = 7 * length * channels * 128 / (ATTENTION_FLOPS * machine.matrix)
+        operator += measured.TRANSITION_S
+    softmax = 7 * length * channels * 128 / (measured.ATTENTION_FLOPS * machine.matrix)
     # Heads split little of it: norms, casts and sums are of the whole stream.
-    rest = REST_S * tokens * size.hidden / machine.bandwidth
+    rest = measured.REST_S * tokens * size.hidden / machine.bandwidth
     return {
-        "products": 6 * block * tokens / d.tensor * split / (MATRIX_FLOPS * machine.matrix),
+        "products": 6
+        * block
+        * tokens
+        / d.tensor
+        * split
+        / (measured.MATRIX_FLOPS * machine.matrix),
         "operator": size.recurrent * operator * channels * again / machine.memory_rate,
         "attention": size.attention * softmax * again,
         "elementwise": size.layers * rest * again,
@@ -163,7 +156,7 @@ def memory(size: Size, d: Division, tokens: float) -> float:
     if d.shard * d.context > 1:
         gathered = (6 * size.layer_parameters + 4 * size.vocabulary * size.hidden) / d.tensor
     # Heads split the inside of a block, not the stream between blocks.
-    kept = KEPT_BYTES + (CONTEXT_BYTES if d.context > 1 else 0)
+    kept = measured.KEPT_BYTES + (measured.CONTEXT_BYTES if d.context > 1 else 0)
     inside = (1 if d.checkpointing else size.layers) * kept * (0.3 + 0.7 / d.tensor)
     between = 2 * size.layers if d.checkpointing else 0
     logits = 6 * tokens * size.vocabulary / d.tensor
@@ -201,7 +194,7 @@ def weights(size: Size, machine: Machine, d: Division, beside: float) -> float:
     layer = size.layer_parameters / d.tensor
     gather = machine.collective(2 * layer, ways, d.tensor)
     travel = 2 * gather + machine.collective(4 * layer, ways, d.tensor)
-    copies = SHARDING_S * layer / machine.bandwidth
+    copies = measured.SHARDING_S * layer / machine.bandwidth
     return size.layers * (copies + max(0.0, travel - 0.9 * beside)) + travel
 
 

@@ -15,17 +15,7 @@ from torch import Tensor
 
 from deltarule.ops.context.exchange import Halves, applied, in_two
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.passes import (
-    begin_back,
-    call_back,
-    compiled_first,
-    contiguous,
-    gradients,
-    keep,
-    piece,
-    scan,
-    scores,
-)
+from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks, make_plan
 from deltarule.ops.delta_rule.triton.segments import leave_ends, leave_ends_back, segment_starts
 
@@ -113,7 +103,7 @@ def split(inputs: Inputs) -> Plan:
 @in_two
 def forward(inputs: Inputs, save: bool, join: Any, ends: Any) -> Halves[Any]:
     """Outputs, final states, what is saved, and the true states at the start."""
-    inputs, joint = contiguous(inputs), Joint(join)
+    inputs, joint = passes.contiguous(inputs), Joint(join)
     compile_kernels(inputs, save)
     stages = forward_stages(inputs, save, joint)
     yield
@@ -128,20 +118,20 @@ def forward_stages(
     """The kernels of the forward, with a meeting half way."""
     call = Call(inputs, split(inputs))
     call.values["join"] = joint
-    kept = keep(call, save)
-    scores(call)
+    kept = passes.keep(call, save)
+    passes.scores(call)
     joint.begin(call)
     yield
-    return *scan(call, output=True), kept
+    return *passes.scan(call, output=True), kept
 
 
 def backward(
     d_o: Tensor, d_final: Tensor, inputs: Inputs, saved: Tensor, join: Any
 ) -> Callable[[], tuple[Tensor | None, ...]]:
     """Gradients by the eight tensors from q to initial_state, in two halves."""
-    inputs = contiguous(inputs)
-    call, joint = call_back(inputs, split(inputs)), Joint(join, inputs.initial_state)
-    return backward_stages(call, piece(d_o), piece(d_final), saved, joint)
+    inputs = passes.contiguous(inputs)
+    call, joint = passes.call_back(inputs, split(inputs)), Joint(join, inputs.initial_state)
+    return backward_stages(call, passes.piece(d_o), passes.piece(d_final), saved, joint)
 
 
 @in_two
@@ -149,10 +139,10 @@ def backward_stages(
     call: Call, d_o: Tensor, d_final: Tensor, saved: Tensor, joint: "Joint"
 ) -> Halves[tuple[Tensor | None, ...]]:
     """The kernels of the backward, with a meeting half way."""
-    cut = begin_back(call, d_o, d_final, saved, joint)
+    cut = passes.begin_back(call, d_o, d_final, saved, joint)
     joint.begin_back(call)
     yield
-    return gradients(call, cut)
+    return passes.gradients(call, cut)
 
 
 class Alone(Joint):
@@ -180,7 +170,7 @@ def all_kernels(inputs: Inputs, save: bool) -> None:
     o, final, kept = forward_stages(inputs, save, Alone(None))()
     if save:
         like = torch.empty_like(o), torch.empty_like(final)
-        backward_stages(call_back(inputs, split(inputs)), *like, kept, Alone(None))()
+        backward_stages(passes.call_back(inputs, split(inputs)), *like, kept, Alone(None))()
 
 
-compile_kernels = compiled_first(all_kernels)
+compile_kernels = passes.compiled_first(all_kernels)
