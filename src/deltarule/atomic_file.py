@@ -12,13 +12,6 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file aside, then move it into place: readers see the old file or the new.
 
     The folder of the file exists. An OSError names the path.
-
-    Examples:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp(), "notes")
-        >>> write_atomically(path, lambda aside: aside.write_text("new"))
-        >>> path.read_text()
-        'new'
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:

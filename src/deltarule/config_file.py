@@ -16,13 +16,7 @@ from deltarule.nearest import nearest
 
 
 def flag_names(kind: type[Any]) -> list[str]:
-    """The flags of a command, in the order of its dataclass.
-
-    Examples:
-        >>> from deltarule.train.sample import GenerateRun
-        >>> flag_names(GenerateRun)[:2]
-        ['folder', 'prompt']
-    """
+    """The flags of a command, in the order of its dataclass."""
     hints = typing.get_type_hints(kind)
     names: list[str] = []
     for field in dataclasses.fields(kind):
@@ -55,14 +49,7 @@ def words_of_file(path: Path, kind: type[Any]) -> list[str]:
 
 
 def to_toml(options: dict[str, Any]) -> str:
-    """Options as `words_of_file` reads them.
-
-    Examples:
-        >>> print(to_toml({"steps": 7, "layer_types": ["kda"], "window": None}), end="")
-        steps = 7
-        layer-types = ["kda"]
-        window = "None"
-    """
+    """Options as `words_of_file` reads them."""
     # JSON's words for strings, numbers, lists and flags are TOML's.
     given = {n.replace("_", "-"): "None" if x is None else x for n, x in options.items()}
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items())

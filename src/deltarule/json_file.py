@@ -16,12 +16,7 @@ NAMES: dict[Any, str] = {
 
 
 def parse(text: str) -> Any:
-    """What JSON text says; it may not nest too deeply, repeat a key or hold a huge integer.
-
-    Examples:
-        >>> parse('{"steps": 7}')
-        {'steps': 7}
-    """
+    """What JSON text says; it may not nest too deeply, repeat a key or hold a huge integer."""
     try:
         return json.loads(text, object_pairs_hook=_without_repeats, parse_int=_integer)
     except RecursionError:

@@ -22,27 +22,14 @@ def nearest(given: object, known: Iterable[str], *, before: str = "", otherwise:
 
 
 def check_known(name: str, given: object, known: Collection[str]) -> None:
-    """Refuse what is not among the known names, and ask for the nearest of them.
-
-    Examples:
-        >>> check_known("rule", "gia", ["deltanet", "gla"])
-        Traceback (most recent call last):
-        ValueError: rule must be one of deltanet, gla, got 'gia': did you mean 'gla'?
-    """
+    """Refuse what is not among the known names, and ask for the nearest of them."""
     if given not in list(known):
         hint = nearest(given, known, before=": ")
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r}{hint}")
 
 
 class Named(dict[str, Row]):
-    """A dict whose missing keys suggest the nearest that there is.
-
-    Examples:
-        >>> Named(deltanet=1, gla=2)["delta_net"]
-        Traceback (most recent call last):
-        ...
-        KeyError: "there is no 'delta_net': did you mean 'deltanet'?"
-    """
+    """A dict whose missing keys suggest the nearest that there is."""
 
     def __missing__(self, name: object) -> Row:
         """Raise a KeyError that names the nearest key, or all of them."""

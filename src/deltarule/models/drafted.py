@@ -25,12 +25,7 @@ LONGEST = 3
 
 
 class Lookup:
-    """The tokens of a row, and what followed where its last ones stood before.
-
-    Examples:
-        >>> Lookup([5, 6, 7, 8, 5, 6]).guesses(3)
-        [7, 8, 5]
-    """
+    """The tokens of a row, and what followed where its last ones stood before."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: list[int] = []

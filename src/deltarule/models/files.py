@@ -49,15 +49,7 @@ class Place(NamedTuple):
 def write_model(
     folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write config.json and model.safetensors; each is complete or as it was, even after a kill.
-
-    Examples:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_model(folder, {"model_type": "gla"}, {"x": torch.zeros(2)})
-        ...     print(sorted(path.name for path in Path(folder).iterdir()))
-        ['config.json', 'model.safetensors']
-    """
+    """Write config.json and model.safetensors; each is complete or as it was, even after a kill."""
     folder = Path(folder)
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file: a model is saved as a folder")

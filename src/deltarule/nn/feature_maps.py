@@ -187,14 +187,7 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
 
 
 class QueryKeyMap(nn.Module):
-    """phi of queries and keys, computed in float32 for 16-bit inputs; each head has its weights.
-
-    Examples:
-        >>> phi = QueryKeyMap("dpfp", heads=2, channels=4)
-        >>> q, k = phi(torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2, 4))
-        >>> q.shape, phi.features
-        (torch.Size([1, 3, 2, 8]), 8)
-    """
+    """phi of queries and keys, computed in float32 for 16-bit inputs; each head has its weights."""
 
     roles: ClassVar[dict[str, Role]] = dict.fromkeys(("bandwidth", "q_scale", "k_scale"), "scale")
     random: Tensor | None

@@ -132,11 +132,6 @@ def starting_horizons(model: nn.Module) -> list[list[float]]:
     """Tokens after which each head of each gated layer keeps 1/e, at gate logits of zero.
 
     Layers whose decay has a lower bound are left out: their heads have no one rate.
-
-    Examples:
-        >>> from deltarule.nn import GatedDeltaNet
-        >>> starting_horizons(GatedDeltaNet(32, num_heads=2, longest_horizon=512))
-        [[64.0, 512.0]]
     """
     gated: list[Any] = [
         m for m in model.modules() if getattr(m, "has_rates", False) and m.gate_lower_bound is None

@@ -173,12 +173,7 @@ def blocks(x: Tensor, size: int) -> Tensor:
 
 
 def with_block_before(x: Tensor) -> Tensor:
-    """Put each block but the first behind the one before: [B, N - 1, 2 size, ...].
-
-    Examples:
-        >>> with_block_before(torch.tensor([[[1, 2], [3, 0]]])).tolist()
-        [[[1, 2, 3, 0]]]
-    """
+    """Put each block but the first behind the one before: [B, N - 1, 2 size, ...]."""
     return torch.cat([x[:, :-1], x[:, 1:]], dim=2)
 
 

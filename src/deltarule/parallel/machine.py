@@ -141,13 +141,7 @@ class Size:
 
 
 def size_of(parameters: float, vocabulary: int = 32_000, every: int = 0) -> Size:
-    """The size of so many parameters that is about a hundred channels wide for each layer.
-
-    Examples:
-        >>> size = size_of(7e9)
-        >>> size.layers, size.hidden
-        (35, 3840)
-    """
+    """The size of so many parameters that is about a hundred channels wide for each layer."""
     if parameters < 1e7:
         raise ValueError(f"--parameters must be 1e7 or more, got {parameters:g}")
     # 13 hidden^2 a layer.

@@ -48,13 +48,7 @@ class Config(Lengths):
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Rows of one label each, [rows, longest - 1]: all expressions at once, level by level.
-
-    Examples:
-        >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
-        >>> batch.tokens.shape, int((batch.labels >= 0).sum())
-        ((3, 39), 3)
-    """
+    """Rows of one label each, [rows, longest - 1]: all expressions at once, level by level."""
     tokens = np.full((rows, config.length), PADDING, dtype=np.int64)
     drawn = rng.integers(config.shortest, config.longest + 1, size=rows)
     sizes = np.maximum(drawn, SHORTEST_SUM) - 3

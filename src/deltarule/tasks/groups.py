@@ -54,12 +54,7 @@ class Config:
 
 @cache
 def elements(group: Group) -> Array:
-    """The permutations of a group in the order of the alphabet, [order, n]; the first is 1.
-
-    Examples:
-        >>> elements("S_2").tolist()
-        [[0, 1], [1, 0]]
-    """
+    """The permutations of a group in the order of the alphabet, [order, n]; the first is 1."""
     every = np.array(list(permutations(range(int(group[2:])))))
     chosen = every[[is_even(p) for p in every]] if group.startswith("A") else every
     chosen.flags.writeable = False
@@ -67,23 +62,13 @@ def elements(group: Group) -> Array:
 
 
 def is_even(permutation: Array) -> bool:
-    """Whether an even number of pairs is out of order.
-
-    Examples:
-        >>> is_even(np.array([1, 2, 0])), is_even(np.array([1, 0, 2]))
-        (True, False)
-    """
+    """Whether an even number of pairs is out of order."""
     return int(np.triu(permutation[:, None] > permutation).sum()) % 2 == 0
 
 
 @cache
 def products(group: Group) -> Array:
-    """The table [order, order] of a times b: first b, then a, so that (a b)[i] = a[b[i]].
-
-    Examples:
-        >>> products("S_2").tolist()
-        [[0, 1], [1, 0]]
-    """
+    """The table [order, order] of a times b: first b, then a, so that (a b)[i] = a[b[i]]."""
     own = elements(group)
     # Numbers of one digit to a place tell permutations apart, in the order of the alphabet.
     weights = len(own[0]) ** np.arange(len(own[0]))[::-1]
@@ -93,12 +78,7 @@ def products(group: Group) -> Array:
 
 
 def running_products(group: Group, words: Array) -> Array:
-    """The product of each row's elements so far, [rows, length] like the words.
-
-    Examples:
-        >>> running_products("S_2", np.array([[1, 0, 1]])).tolist()
-        [[1, 1, 0]]
-    """
+    """The product of each row's elements so far, [rows, length] like the words."""
     table, found = products(group), words.copy()
     for place in range(1, words.shape[1]):
         found[:, place] = table[found[:, place - 1], words[:, place]]
@@ -106,12 +86,7 @@ def running_products(group: Group, words: Array) -> Array:
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Rows [rows, length + 1]; nothing is asked at the first place.
-
-    Examples:
-        >>> generate(Config("S_2", 4), np.random.default_rng(0), rows=1).labels.tolist()
-        [[-100, 1, 0, 1, 1]]
-    """
+    """Rows [rows, length + 1]; nothing is asked at the first place."""
     words = rng.integers(config.order, size=(rows, config.length))
     tokens = np.pad(words, ((0, 0), (1, 0)), constant_values=config.order)
     labels = np.full_like(tokens, NO_LABEL)

@@ -10,12 +10,7 @@ from deltarule.tasks.batch import NO_LABEL, Array, Batch
 
 @dataclass(frozen=True)
 class Lengths:
-    """The range from which each row's length is drawn, the place of the answer counted; 3 or more.
-
-    Examples:
-        >>> Lengths(3, 40).length
-        39
-    """
+    """The range from which each row's length is drawn, the place of the answer counted."""
 
     shortest: int = 3
     """The least length of a row, 3 or more."""
@@ -36,12 +31,7 @@ class Lengths:
 
 
 def one_answer(tokens: Array, places: Array, answers: Array) -> Batch:
-    """Rows with one label each: the answer, at its place; both are [rows, 1].
-
-    Examples:
-        >>> one_answer(np.zeros((1, 3), np.int64), np.array([[1]]), np.array([[7]])).labels.tolist()
-        [[-100, 7, -100]]
-    """
+    """Rows with one label each: the answer, at its place; both are [rows, 1]."""
     labels = np.full_like(tokens, NO_LABEL)
     np.put_along_axis(labels, places, answers, axis=1)
     return Batch(tokens, labels)

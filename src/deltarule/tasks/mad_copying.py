@@ -46,13 +46,7 @@ class Config:
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Rows [rows, length], of which the last places are asked for.
-
-    Examples:
-        >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
-        >>> batch.tokens.shape, bool((batch.labels[:, -16:] != NO_LABEL).all())
-        ((3, 256), True)
-    """
+    """Rows [rows, length], of which the last places are asked for."""
     blank, bar = config.vocab_size - 2, config.vocab_size - 1
     letters = rng.integers(config.vocab_size - 2, size=(rows, config.copied))
     # Every blank falls before one of the letters, each as likely; none after the last.

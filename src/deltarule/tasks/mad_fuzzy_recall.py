@@ -24,12 +24,7 @@ Word = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the task; the defaults are the benchmark's.
-
-    Examples:
-        >>> Config().letters_of_keys, Config().letters_of_values
-        (7, 8)
-    """
+    """Sizes of the task; the defaults are the benchmark's."""
 
     length: int = 128
     """Tokens in a row: padding, pairs, and the pair that is asked for."""
@@ -75,13 +70,7 @@ class Config:
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Rows [rows, length].
-
-    Examples:
-        >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
-        >>> batch.tokens.shape, bool((batch.labels[:, -1] != NO_LABEL).all())
-        ((3, 128), True)
-    """
+    """Rows [rows, length]."""
     sequence = np.full((rows, config.length + 1), config.padding, dtype=np.int64)
     answers = np.full((rows, config.length + 1), NO_LABEL, dtype=np.int64)
     for row in range(rows):

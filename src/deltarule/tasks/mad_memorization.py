@@ -59,13 +59,7 @@ def values(config: Config) -> Array:
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Rows [rows, length], all of one map, which the generator does not draw.
-
-    Examples:
-        >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
-        >>> batch.tokens.shape, int((batch.labels != NO_LABEL).sum())
-        ((3, 32), 48)
-    """
+    """Rows [rows, length], all of one map, which the generator does not draw."""
     keys = rng.integers(config.keys, size=(rows, config.length // 2))
     tokens = np.full((rows, config.length), config.vocab_size - 1, dtype=np.int64)
     labels = np.full((rows, config.length), NO_LABEL, dtype=np.int64)

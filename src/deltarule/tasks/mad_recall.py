@@ -70,13 +70,7 @@ class Config:
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Rows [rows, length - 1].
-
-    Examples:
-        >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
-        >>> batch.tokens.shape, bool((batch.labels[:, -1] >= Config().keys).all())
-        ((3, 127), True)
-    """
+    """Rows [rows, length - 1]."""
     pairs, every = config.length // 2, np.arange(rows)
     value_of = config.keys + rng.integers(config.values, size=(rows, config.keys))
     key = rng.integers(config.keys, size=(rows, pairs))

@@ -34,13 +34,7 @@ class Config(Lengths):
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Rows of one label each, [rows, longest - 1]; the draws are the original's, in its order.
-
-    Examples:
-        >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
-        >>> batch.tokens.shape, int((batch.labels != NO_LABEL).sum())
-        ((3, 39), 3)
-    """
+    """Rows of one label each, [rows, longest - 1]; the draws are the original's, in its order."""
     tokens = rng.integers(MODULUS, size=(rows, config.longest)) + ZERO
     tokens[:, 1::2] = rng.integers(3, size=(rows, config.longest // 2)) + PLUS
     fewest, most = (config.shortest + 1) // 2, (config.longest + 1) // 2

@@ -59,13 +59,7 @@ class Config:
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Rows [rows, length], each with `pairs` labels.
-
-    Examples:
-        >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
-        >>> batch.tokens.shape, int((batch.labels != NO_LABEL).sum())
-        ((3, 64), 24)
-    """
+    """Rows [rows, length], each with `pairs` labels."""
     half = config.vocab_size // 2
     keys = 1 + distinct(rng, rows, half - 1, config.pairs)
     values = half + distinct(rng, rows, config.vocab_size - half, config.pairs)
@@ -88,10 +82,6 @@ def distinct(
 
     The smallest of exponential times e_i / w_i come in the order in which draws with weights w,
     without replacement, would come.
-
-    Examples:
-        >>> distinct(np.random.default_rng(0), 1, 3, 3).sum()
-        np.int64(3)
     """
     times = rng.standard_exponential((rows, choices))
     if weights is not None:

@@ -181,13 +181,7 @@ def draw_answer(value: Value, rng: np.random.Generator) -> str:
 def generate(
     config: Config, rng: np.random.Generator, rows: int, prose: ReadProse = read_prose
 ) -> Batch:
-    """Rows [rows, length]; `prose` gives the sentences of a split, and BEGIN fills up what is left.
-
-    Examples:
-        >>> batch = generate(Config(), np.random.default_rng(0), rows=2)
-        >>> batch.tokens.shape, (batch.labels >= 0).sum(axis=1).tolist()
-        ((2, 512), [7, 7])
-    """
+    """Rows [rows, length] of sentences that `prose` gives; BEGIN fills up what is left."""
     tokens = np.full((rows, config.length), BEGIN, dtype=np.int64)
     labels = np.full_like(tokens, NO_LABEL)
     for index in range(rows):

@@ -36,13 +36,7 @@ class Config(Lengths):
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Rows [rows, longest - 1]; the draws are those of the original, in its order.
-
-    Examples:
-        >>> tokens, labels = generate(Config(3, 6), np.random.default_rng(0), rows=1)
-        >>> tokens.tolist(), labels.tolist()
-        ([[2, 2, 0, 0, 0]], [[-100, 1, -100, -100, -100]])
-    """
+    """Rows [rows, longest - 1]; the draws are those of the original, in its order."""
     tokens = rng.integers(CLEAR, SET + 1, size=(rows, config.length))
     bits = rng.integers(config.shortest, config.longest + 1, size=rows) - 1
     beyond = np.arange(config.length) >= bits[:, None]

@@ -27,12 +27,7 @@ class Prose(NamedTuple):
 
 @cache
 def read_prose(split: Split) -> Prose:
-    """All sentences of one part of the documents; none of these is in both parts.
-
-    Examples:
-        >>> all(sentence[0].isupper() for sentence in read_prose("validation").sentences)
-        True
-    """
+    """All sentences of one part of the documents; none of these is in both parts."""
     return prose_of(read_documents().documents, split)
 
 

@@ -86,26 +86,12 @@ class Batch(NamedTuple):
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Rows [rows, length], each from a new automaton.
-
-    Examples:
-        >>> batch = generate(Config(longest_word=5), np.random.default_rng(0), rows=3)
-        >>> asked = batch.labels != NO_LABEL
-        >>> bool((batch.legal[asked] >> batch.labels[asked] & 1).all())
-        True
-    """
+    """Rows [rows, length], each from a new automaton."""
     return speak(config, rng, automata(config, rng, rows))
 
 
 def speak(config: Config, rng: np.random.Generator, table: Array) -> Batch:
-    """A row of words for each automaton; table [rows, states, letters] is one of `automata`.
-
-    Examples:
-        >>> config = Config(letters=2, states=2, edges=1, longest_word=3)
-        >>> batch = speak(config, np.random.default_rng(0), np.array([[[1, -1], [0, -1]]]))
-        >>> sorted(set(batch.tokens[0].tolist()))
-        [0, 1, 3]
-    """
+    """A row of words for each automaton; table [rows, states, letters] is one of `automata`."""
     is_bar, end = _layout(config, rng, len(table))
     rows, length = is_bar.shape[0], int(end.max())
     sequence = np.full(is_bar.shape, config.bar, dtype=np.int64)
@@ -142,11 +128,6 @@ def automata(config: Config, rng: np.random.Generator, rows: int) -> Array:
 
     A state has 1 to `edges` letters, all different, to as many different states but its own. Of the
     table [rows, states, letters] an automaton reaches only the first states, as many as it has.
-
-    Examples:
-        >>> table = automata(Config(letters=2, states=2, edges=1), np.random.default_rng(0), 5)
-        >>> table.shape, (table >= 0).sum(axis=2).tolist()[0]
-        ((5, 2, 2), [1, 1])
     """
     shape = (rows, config.states)
     states = rng.integers(config.edges + 1, config.states + 1, size=(rows, 1, 1))
@@ -171,10 +152,6 @@ def minimal(table: Array) -> Array:
 
     A table [states, letters] begins at state 0 and has -1 where a letter is not legal. Two automata
     have the same words exactly if their minimal tables are equal.
-
-    Examples:
-        >>> minimal(np.array([[1, 2], [0, -1], [0, -1], [3, 3]])).tolist()
-        [[1, 1], [0, -1]]
     """
     # Moore's refinement: split classes whose members lead to different classes, until none does.
     kind = np.zeros(len(table), dtype=np.int64)

@@ -108,10 +108,6 @@ def encode_documents(texts: Sequence[bytes | memoryview]) -> Corpus:
 
     Where one of them is mapped from a file, all stay where they are, and slices of the tokens are
     made as they are read.
-
-    Examples:
-        >>> encode_documents([b"ab", b"c"]).tokens.tolist()
-        [256, 97, 98, 256, 99]
     """
     texts = [text for text in texts if text]
     bounds = np.cumsum([0, *(len(text) + 1 for text in texts)], dtype=np.int64)
@@ -127,10 +123,6 @@ def cut(corpus: Corpus, length: int, rng: np.random.Generator | None = None) -> 
     A piece of n tokens carries n + 1 bytes: what it reads, and the byte after each. With `rng` the
     first piece of a document longer than `length` is shorter, so that the cuts fall elsewhere in
     each epoch; without, only the last may be.
-
-    Examples:
-        >>> cut(encode_documents([b"abcde"]), 2).lengths.tolist()
-        [2, 2, 1]
     """
     if length < 1:
         raise ValueError(f"length must be 1 or more, got {length}")
@@ -151,12 +143,7 @@ def cut(corpus: Corpus, length: int, rng: np.random.Generator | None = None) -> 
 
 
 def row(corpus: Corpus, starts: Sequence[int], lengths: Sequence[int]) -> Batch:
-    """Lay pieces end to end in one row.
-
-    Examples:
-        >>> row(encode_documents([b"abcd"]), [0, 2], [2, 2]).targets
-        tensor([[ 97,  98,  99, 100]])
-    """
+    """Lay pieces end to end in one row."""
     spans = list(zip(starts, lengths, strict=True))
     read = [corpus.tokens[s : s + n + 1] for s, n in spans]
     tokens = np.concatenate([tokens[:-1] for tokens in read], dtype=np.int64)

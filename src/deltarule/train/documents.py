@@ -74,10 +74,6 @@ def read_documents(
     and binary files are left out. Each row of a .jsonl or .parquet file is a document, which its
     `text_field` holds. No path means the running Python's standard library. What is beyond
     `max_bytes` is left out with a note.
-
-    Examples:
-        >>> read_documents().source.startswith("Python")
-        True
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -114,12 +110,7 @@ def find_files(root: Path, runs: list[str]) -> Iterator[Path]:
 
 
 def is_text(content: Text) -> bool:
-    """Text holds no zero byte and hardly any control bytes; any encoding of ASCII's kind passes.
-
-    Examples:
-        >>> is_text("naïve".encode("latin-1")), is_text(bytes(range(256)))
-        (True, False)
-    """
+    """Text holds no zero byte and hardly any control bytes; any encoding of ASCII's kind passes."""
     control = 0
     for start in range(0, len(content), BLOCK):
         block = bytes(content[start : start + BLOCK])
@@ -221,11 +212,6 @@ def split_documents(
     Whole documents go to validation in the order of a hash of their names, so that a document
     added later moves few others, up to that fraction of the bytes. A single file, or a few of very
     unequal length, cannot be divided so: then the last part of every document is validation.
-
-    Examples:
-        >>> train, validation = split_documents([Document("a", b"0123456789")])
-        >>> train[0].text, validation[0].text
-        (b'012345678', b'9')
     """
     if not 0 < fraction < 1:
         raise ValueError(f"validation_fraction must lie between 0 and 1, got {fraction}")
@@ -259,10 +245,6 @@ def limit_bytes(documents: list[Document], largest: int) -> list[Document]:
     """A sample of documents: in the order of a hash of their names, up to a number of bytes.
 
     None gives more than a sixteenth, where there are as many: one long file would speak for all.
-
-    Examples:
-        >>> limit_bytes([Document("a", b"0123456789")], 4)
-        [Document(name='a', text=b'0123')]
     """
     share = max(1, largest // min(16, len(documents))) if documents else 0
     limited: list[Document] = []

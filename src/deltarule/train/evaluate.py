@@ -21,11 +21,6 @@ def compressed_bits_per_byte(corpus: Corpus) -> dict[str, float]:
 
     That favours the compressors, which may look back from one document into those before it.
     Nothing of tokens that are not bytes.
-
-    Examples:
-        >>> from deltarule.train.data import encode_documents
-        >>> compressed_bits_per_byte(encode_documents([b"ab" * 10_000]))["gzip"] < 0.1
-        True
     """
     if corpus.text_bytes is not None:
         return {}
@@ -170,12 +165,7 @@ def positions(batch: Batch) -> Tensor:
 
 
 def bin_edges(length: int) -> list[tuple[int, int]]:
-    """First and last position of each bin: powers of two, the last bin cut off at the length.
-
-    Examples:
-        >>> bin_edges(6)
-        [(1, 1), (2, 2), (3, 4), (5, 6)]
-    """
+    """First and last position of each bin: powers of two, the last bin cut off at the length."""
     lasts = [2**i for i in range((length - 1).bit_length())] + [length]
     firsts = [1, *(last + 1 for last in lasts[:-1])]
     return list(zip(firsts, lasts, strict=True))

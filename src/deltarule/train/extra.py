@@ -9,12 +9,7 @@ class MissingExtraError(ImportError):
 
 
 def require(module: str, extra: str = "train") -> ModuleType:
-    """Import a module of an extra, or say how to get it.
-
-    Examples:
-        >>> require("json").dumps([1])
-        '[1]'
-    """
+    """Import a module of an extra, or say how to get it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -135,12 +135,7 @@ def column(rows: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]
 
 
 def running_mean(values: list[float], window: int) -> list[float]:
-    """Mean of the values within `window` steps before and after each place.
-
-    Examples:
-        >>> running_mean([1.0, 2.0, 6.0, 7.0], 1)
-        [1.5, 3.0, 5.0, 6.5]
-    """
+    """Mean of the values within `window` steps before and after each place."""
     sums = [0.0, *accumulate(values)]
     ends = [(max(0, i - window), min(len(values), i + window + 1)) for i in range(len(values))]
     return [(sums[last] - sums[first]) / (last - first) for first, last in ends]

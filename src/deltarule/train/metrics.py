@@ -22,14 +22,6 @@ class Metrics:
 
     Rows after the step `after` are dropped first: a resumed run writes them again. A `quiet` one
     writes nothing: another process does. `also` takes each row, too.
-
-    Examples:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp(), "metrics.jsonl")
-        >>> with Metrics(path, after=0) as metrics:
-        ...     metrics.write({"step": 1, "loss": 5.5})
-        >>> read_metrics(path)
-        [{'step': 1, 'loss': 5.5}]
     """
 
     def __init__(

@@ -17,15 +17,7 @@ class RowFileError(ValueError):
 
 
 def jsonl_texts(file: Path, field: str) -> Iterator[bytes]:
-    """The texts of a file with a JSON object a line.
-
-    Examples:
-        >>> import tempfile
-        >>> file = Path(tempfile.mkdtemp(), "x.jsonl")
-        >>> _ = file.write_text('{"text": "one"}\\n{"text": "two"}\\n')
-        >>> list(jsonl_texts(file, "text"))
-        [b'one', b'two']
-    """
+    """The texts of a file with a JSON object a line."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():

@@ -76,14 +76,7 @@ def draw_rows(task: ModuleType, config: Any, *, seed: int, stream: int, rows: in
 
 
 class Revisited:
-    """A fixed set of rows, all of them once an epoch, but for what does not fill a batch.
-
-    Examples:
-        >>> rows = np.arange(5)[:, None]
-        >>> draw = Revisited(Batch(rows, rows), count=2, seed=0)
-        >>> len({x for i in (1, 2) for x in draw(i).tokens.ravel().tolist()})
-        4
-    """
+    """A fixed set of rows, all of them once an epoch, but for what does not fill a batch."""
 
     def __init__(self, examples: Batch, *, count: int, seed: int) -> None:
         self.examples, self.count, self.seed = examples, count, seed
@@ -100,12 +93,7 @@ class Revisited:
 
 
 class DrawnAhead:
-    """Draws the next batches in a thread while a GPU is at work on one.
-
-    Examples:
-        >>> DrawnAhead(lambda index: index * 10)(3)
-        30
-    """
+    """Draws the next batches in a thread while a GPU is at work on one."""
 
     def __init__(self, draw: Draw) -> None:
         self.draw, self.pool = draw, ThreadPoolExecutor(1)

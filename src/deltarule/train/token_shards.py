@@ -28,12 +28,7 @@ TRAINING, VALIDATION = "training", "validation"
 
 
 class MappedTokens:
-    """Shards end to end, as one array of which stretches inside a document are taken.
-
-    Examples:
-        >>> MappedTokens([np.array([1, 2]), np.array([3, 4, 5])])[3:5].tolist()
-        [4, 5]
-    """
+    """Shards end to end, as one array of which stretches inside a document are taken."""
 
     def __init__(self, shards: list[NDArray[Any]]) -> None:
         self.shards = shards

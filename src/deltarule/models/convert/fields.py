@@ -15,15 +15,7 @@ _SILENT = frozenset({
 
 
 class Fields:
-    """Options of a config.json by name, taken one after another.
-
-    Examples:
-        >>> fields = Fields({"model_type": "gla", "num_heads": 4, "hidden_act": "swish"})
-        >>> fields.integer("num_heads")
-        4
-        >>> fields.only("hidden_act", "swish", "silu")
-        >>> fields.done()
-    """
+    """Options of a config.json by name, taken one after another."""
 
     def __init__(self, stored: Mapping[str, Any]) -> None:
         self._left = {name: value for name, value in stored.items() if name not in _SILENT}

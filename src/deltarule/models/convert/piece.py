@@ -45,12 +45,6 @@ class Piece:
         form: From the shape that the rows have here to the shape that is stored.
         rows: The first and the last but one of the rows of the one part, its first two axes taken
             as one, that are stored here. None: all.
-
-    Examples:
-        >>> piece = Piece("qk", ("q", "k"), groups=2)
-        >>> q, k = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
-        >>> piece.write([q, k]).flatten()
-        tensor([1., 3., 2., 4.])
     """
 
     name: str
