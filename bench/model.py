@@ -137,7 +137,6 @@ def build_fla(
 
     def loss_of(text: Tensor) -> Tensor:
         # It shifts the labels itself, and trains on one token fewer a row.
-        loss: Tensor = model(text[:, :-1], labels=text[:, :-1], use_cache=False).loss
-        return loss
+        return model(text[:, :-1], labels=text[:, :-1], use_cache=False).loss
 
     return model, loss_of

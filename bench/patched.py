@@ -114,8 +114,7 @@ def works(model: Any, sizes: Sizes) -> dict[str, Callable[[], Tensor | None]]:
         loss = model(text, labels=text, use_cache=False).loss
         loss.backward()
         model.eval()
-        found: Tensor = loss.detach()
-        return found
+        return loss.detach()
 
     found: dict[str, Callable[[], Tensor | None]] = {"prefill": prefill}
     if sizes.new_tokens:

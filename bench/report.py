@@ -80,8 +80,7 @@ def beside(report: Row, ours: Row, passed: str, ms: float) -> Peers:
 
 def graph_ms(row: Row, passed: str) -> float | None:
     """Milliseconds of a pass in a CUDA graph, if it ran."""
-    value: float | None = row.get(passed, {}).get("graph_ms")
-    return value
+    return row.get(passed, {}).get("graph_ms")
 
 
 def of_kind(report: Row, kind: str, peer: str | None = None) -> Iterator[Row]:

@@ -43,8 +43,7 @@ def runs_of(form: Form, results: list[Result]) -> Iterator[tuple[Form, Form, lis
 
 
 def system_of(run: Result) -> str:
-    system: str = run.cell["model"]["layer_types"][0]
-    return system
+    return run.cell["model"]["layer_types"][0]
 
 
 def draw(form: Form, results: list[Result], path: Path) -> None:

@@ -40,8 +40,7 @@ TRIANGLES: dict[str, tuple[Array, Array]] = {
 def permutation_matrices(group: Group) -> Matrix:
     """M(p) with (x M(p))[i] = x[p[i]], for every element, [order, n, n]."""
     size = elements(group).shape[1]
-    matrices: Matrix = np.eye(size)[:, elements(group)].transpose(1, 0, 2)
-    return matrices
+    return np.eye(size)[:, elements(group)].transpose(1, 0, 2)
 
 
 def rotation_matrices(group: Group) -> Matrix:
@@ -147,8 +146,7 @@ class Construction:
         size = self.matrices.shape[1]
         # Far from all that an element of these groups leaves in place.
         first = np.arange(size) - 0.45 * size
-        orbit: Matrix = first / np.linalg.norm(first) @ self.matrices
-        return orbit
+        return first / np.linalg.norm(first) @ self.matrices
 
     def weights(self) -> tuple[Matrix, Matrix]:
         """Keys [order, n_steps, K] and betas [order, n_steps]; a step left over has none."""
@@ -172,8 +170,7 @@ class Construction:
         q = torch.eye(size, dtype=torch.float64).expand(1, len(keys), size, size)
         k, strength = (x.unsqueeze(2).expand(-1, -1, size, *x.shape[2:]) for x in (k, strength))
         o = delta_rule(q, k, v, beta=strength, n_steps=steps, scale=1.0, impl=impl).o
-        states: Matrix = o[0, 1:, :, 0].numpy()
-        return states
+        return o[0, 1:, :, 0].numpy()
 
     def run(self, words: Array, impl: Impl = "auto") -> Run:
         """Multiply elements.

@@ -34,8 +34,7 @@ def cells(form: Form) -> list[TextCell]:
 def bins(result: Result) -> list[list[float]]:
     """[first, last, bits per byte] of the places in long rows."""
     _, far = result.figures["evaluations"].values()
-    places: list[list[float]] = far["positions"]
-    return places
+    return far["positions"]
 
 
 def curve_of(name: str, runs: list[Result]) -> Curve:

@@ -77,8 +77,7 @@ class Entry:
             cell = replace(at_rate(self.first, rate), loop=replace(self.first.loop, seed=seed))
             write_json(found, cell.run(own, device))
             shutil.rmtree(own / "checkpoints", ignore_errors=True)
-        figures: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
-        return figures
+        return json.loads(found.read_text(encoding="utf-8"))
 
 
 def at_rate(cell: TaskCell | TextCell, rate: float) -> TaskCell | TextCell:

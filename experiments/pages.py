@@ -176,8 +176,7 @@ def seconds_of(cell: Record) -> float:
         >>> seconds_of({"seconds": 9.0, "figures": {"training_seconds": 60.0}})
         60.0
     """
-    whole: float = max(cell["seconds"], cell["figures"].get("training_seconds", 0.0))
-    return whole
+    return max(cell["seconds"], cell["figures"].get("training_seconds", 0.0))
 
 
 def listed(numbers: list[int]) -> str:

@@ -46,8 +46,7 @@ def best(result: Result) -> float:
 
 def uniform(results: list[Result]) -> float:
     """The accuracy of guessing any letter."""
-    share: float = results[0].figures["evaluations"][LABEL]["uniform"]
-    return share
+    return results[0].figures["evaluations"][LABEL]["uniform"]
 
 
 def draw(form: Form, results: list[Result], path: Path) -> None:

@@ -83,8 +83,7 @@ def equal_size(model: ModelConfig, parameters: int) -> ModelConfig:
 def bits(result: Result) -> float:
     """Bits per byte of held-out text, read in rows as long as those of training."""
     first, *_ = result.figures["evaluations"].values()
-    value: float = first["bits_per_byte"]
-    return value
+    return first["bits_per_byte"]
 
 
 def text_of(results: list[Result]) -> str:

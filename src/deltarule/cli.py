@@ -38,8 +38,7 @@ class Command(NamedTuple):
 
     @property
     def flags(self) -> type[Any]:
-        kind: type[Any] = self.imported(self.flags_name)
-        return kind
+        return self.imported(self.flags_name)
 
     def run(self, flags: Any) -> None:
         self.imported(self.run_name)(flags)

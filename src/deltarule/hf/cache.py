@@ -137,5 +137,4 @@ class StateCache(Cache):  # type: ignore[misc]
 @torch.no_grad()
 def read_again(read: Read) -> ModelState:
     """The state after the tokens."""
-    after: Any = read.model.hidden(read.tokens, read.state, mask=read.mask)[1]
-    return after
+    return read.model.hidden(read.tokens, read.state, mask=read.mask)[1]

@@ -29,5 +29,4 @@ class Late:
     def tolist(self) -> list[Any]:
         if self.sent is not None:
             self.sent.synchronize()
-        numbers: list[Any] = self.copy.tolist()
-        return numbers
+        return self.copy.tolist()

@@ -39,8 +39,7 @@ class Draws:
         return torch.stack(numbers, dim=1).to(self._device)
 
     def ahead(self, row: int, count: int) -> list[float]:
-        numbers: list[float] = torch.rand(count, generator=self._generators[row]).tolist()
-        return numbers
+        return torch.rand(count, generator=self._generators[row]).tolist()
 
 
 def chosen(

@@ -43,5 +43,4 @@ class ChannelMix(Frame):
 
     def mix(self, call: LayerCall) -> Tensor:
         x = torch.addcmul(call.x, call.token_shift(), self.shift_mix.to(call.x.dtype))
-        y: Tensor = self.o_proj(F.relu(self.up_proj(x)).square())
-        return y
+        return self.o_proj(F.relu(self.up_proj(x)).square())

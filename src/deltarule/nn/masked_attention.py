@@ -116,8 +116,7 @@ def again(tile: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tenso
     # Where it is needed: it loads the compiler.
     from torch.utils.checkpoint import checkpoint
 
-    o: Tensor = checkpoint(tile, q, k, v, use_reentrant=False, preserve_rng_state=False)
-    return o
+    return checkpoint(tile, q, k, v, use_reentrant=False, preserve_rng_state=False)
 
 
 @constant_when_compiled

@@ -17,14 +17,12 @@ Group = dist.ProcessGroup
 
 def enter(x: Tensor, group: Group) -> Tensor:
     """Return x, alike everywhere, to what differs between processes: its gradients are summed."""
-    entered: Tensor = _Enter.apply(x, group)  # type: ignore[no-untyped-call]
-    return entered
+    return _Enter.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 def leave(x: Tensor, group: Group) -> Tensor:
     """Return the sum of all processes' x, which all of them use alike from here on."""
-    left: Tensor = _Leave.apply(x, group)  # type: ignore[no-untyped-call]
-    return left
+    return _Leave.apply(x, group)  # type: ignore[no-untyped-call]
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
@@ -34,8 +32,7 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
 
 def gather_channels(x: Tensor, sizes: list[int], group: Group) -> Tensor:
     """Return the last axes of all processes, of these sizes, end to end; all use them alike."""
-    whole: Tensor = _GatherChannels.apply(x, sizes, group)  # type: ignore[no-untyped-call]
-    return whole
+    return _GatherChannels.apply(x, sizes, group)  # type: ignore[no-untyped-call]
 
 
 class _Enter(torch.autograd.Function):

@@ -75,8 +75,7 @@ def own_logits(model: CausalLM, vocabulary: Vocabulary, x: Tensor) -> Tensor:
 def loss(model: CausalLM, vocabulary: Vocabulary, x: Tensor, targets: Tensor) -> Tensor:
     """The loss of what `hidden` returned, the same on every process."""
     logits = own_logits(model, vocabulary, x)
-    loss: Tensor = _VocabularyLoss.apply(logits, targets, vocabulary)  # type: ignore[no-untyped-call]
-    return loss
+    return _VocabularyLoss.apply(logits, targets, vocabulary)  # type: ignore[no-untyped-call]
 
 
 def own(tokens: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:

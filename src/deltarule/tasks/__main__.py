@@ -33,8 +33,7 @@ def main(words: Sequence[str]) -> None:
 def example(name: str) -> str:
     """One row of a task in words, always the same."""
     task = load_task(name)
-    shown: str = task.show(task.Config(**SIZES.get(name, {})), np.random.default_rng(0))
-    return shown
+    return task.show(task.Config(**SIZES.get(name, {})), np.random.default_rng(0))
 
 
 def overview() -> str:

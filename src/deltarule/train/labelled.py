@@ -70,8 +70,7 @@ class LabelledJob:
         config = self.training.config
         if self.length is not None:
             config = replace(config, length=self.length)
-        batch: Batch = self.task.generate(config, np.random.default_rng((self.seed, stream)), rows)
-        return batch
+        return self.task.generate(config, np.random.default_rng((self.seed, stream)), rows)
 
     def grow(self) -> None:
         """One token longer if the last rows were learned; a second call does nothing."""

@@ -89,8 +89,7 @@ def train_mqar(run: MqarRun) -> float:
             resume=run.resume, patience=run.watch.patience, began=began, also=also,
         )  # fmt: skip
         train_and_finish(trainer, lambda: finish(run, trainer), began)
-    accuracy: float = read_metrics(folder / "metrics.jsonl")[-1]["final_accuracy"]
-    return accuracy
+    return read_metrics(folder / "metrics.jsonl")[-1]["final_accuracy"]
 
 
 def finish(run: MqarRun, trainer: Trainer) -> None:

@@ -266,8 +266,7 @@ def plain(run: Any) -> dict[str, Any]:
     if options.get("data") is not None:
         options["data"] = str(Path(options["data"]).expanduser().absolute())
     options["runs"] = options["runs"].absolute()
-    kept: dict[str, Any] = json.loads(json.dumps(options, default=str))
-    return kept
+    return json.loads(json.dumps(options, default=str))
 
 
 def write_run(folder: Path, record: RunRecord) -> None:

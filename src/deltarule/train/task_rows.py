@@ -71,8 +71,7 @@ def draw_rows(task: ModuleType, config: Any, *, seed: int, stream: int, rows: in
         task.generate(config, np.random.default_rng((seed, stream + i)), min(CHUNK, rows - i))
         for i in range(0, rows, CHUNK)
     ]
-    whole: Batch = type(parts[0])(*map(np.concatenate, zip(*parts, strict=True)))
-    return whole
+    return type(parts[0])(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 class Revisited:

@@ -39,8 +39,7 @@ def in_two(halves: Callable[P, Halves[T]]) -> Callable[P, Callable[[], T]]:
             try:
                 next(rest)
             except StopIteration as end:
-                found: T = end.value
-                return found
+                return end.value
             raise AssertionError("it stops twice")
 
         return finish
@@ -60,8 +59,7 @@ def starting_state(context: Context, end: Tensor, transition: Tensor) -> Tensor:
     link = _Leave.apply(halves, context, end, transition)  # type: ignore[no-untyped-call]
     if context.meanwhile is not None:
         context.meanwhile()
-    start: Tensor = _Arrive.apply(halves, context, link)  # type: ignore[no-untyped-call]
-    return start
+    return _Arrive.apply(halves, context, link)  # type: ignore[no-untyped-call]
 
 
 def applied(state: Tensor, transition: Tensor, diagonal: bool) -> Tensor:

@@ -34,13 +34,11 @@ class LastRows:
 
     def send(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Send the last rows of x [B, R or more, D]; return x for later uses, and what comes."""
-        sent: tuple[Tensor, Tensor] = _Sent.apply(self, x)  # type: ignore[no-untyped-call]
-        return sent
+        return _Sent.apply(self, x)  # type: ignore[no-untyped-call]
 
     def receive(self, coming: Tensor) -> Tensor:
         """[B, R, D] of the process before; zeros where there is none."""
-        rows: Tensor = _Received.apply(self, coming)  # type: ignore[no-untyped-call]
-        return rows
+        return _Received.apply(self, coming)  # type: ignore[no-untyped-call]
 
     def before(self, rows: Tensor, otherwise: Tensor) -> Tensor:
         """[N, R, D] what comes before each sequence here: the rows received, or `otherwise`."""
@@ -71,8 +69,7 @@ def rows_before(context: Context, x: Tensor, reach: int, otherwise: Tensor) -> T
 
 def all_rows(context: Context, x: Tensor) -> Tensor:
     """[B, T here, ...] of every process, end to end: [B, T, ...]."""
-    whole: Tensor = _AllRows.apply(context, x)  # type: ignore[no-untyped-call]
-    return whole
+    return _AllRows.apply(context, x)  # type: ignore[no-untyped-call]
 
 
 def one_of_each(context: Context, x: Tensor) -> Tensor:

@@ -86,8 +86,7 @@ def _stack(finals: list[tuple[Any, ...]], initial_state: State) -> State:
     *maps, position = zip(*finals, strict=True)
     places = torch.tensor(position, device=initial_state.position.device)
     kind: Any = type(initial_state)
-    stacked: State = kind(*map(stack_maps, maps), places)
-    return stacked
+    return kind(*map(stack_maps, maps), places)
 
 
 # The definition of `titans`: a network trained on the sequence with momentum and forgetting.

@@ -57,8 +57,7 @@ def solve(covariance: Covariance, q: Tensor, iterations: int | None, backend: st
     if not torch.is_grad_enabled():
         return x
     residual = q - covariance.times(x)
-    solution: Tensor = solution_operator(x, residual, *detached, iterations, backend)
-    return solution
+    return solution_operator(x, residual, *detached, iterations, backend)
 
 
 def solved(covariance: Covariance, b: Tensor, iterations: int | None, backend: str) -> Tensor:
@@ -66,8 +65,7 @@ def solved(covariance: Covariance, b: Tensor, iterations: int | None, backend: s
     if iterations is None:
         return exact(covariance, b)
     if backend == "triton":
-        found: Tensor = iterations_operator(*covariance, b, iterations)
-        return found
+        return iterations_operator(*covariance, b, iterations)
     return conjugate_gradients(covariance, b, iterations)
 
 

@@ -23,8 +23,7 @@ def backend_of(name: str, inputs: SLSTMInputs) -> Any:
 
 def forward(inputs: SLSTMInputs, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, the last state, and the states of all tokens with `save`."""
-    found: tuple[Tensor, Tensor, Tensor] = backend_of(backend, inputs).forward(inputs, save)
-    return found
+    return backend_of(backend, inputs).forward(inputs, save)
 
 
 def backward(given: Backward[SLSTMInputs], save: bool, backend: str) -> Gradients:

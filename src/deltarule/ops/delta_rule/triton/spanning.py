@@ -59,8 +59,7 @@ class Joint:
 
     def gradients(self, call: Call) -> Tensor:
         """The gradients by the states at the end of all sequences."""
-        d_final: Tensor = self.join.ended(call["d_final"])
-        return d_final
+        return self.join.ended(call["d_final"])
 
     def segments(self, call: Call, ends: Tensor, sequence: int) -> Tensor:
         """[B, segments, HV, ...] of every row, or of the first (0) or last (-1) packed sequence."""
@@ -96,8 +95,7 @@ def split(inputs: Inputs) -> Plan:
     if "split" not in plan.made:
         chunks = max(blocks(inputs.q.shape[1], plan.sizes["CT"]), 1)
         plan.made["split"] = dataclasses.replace(plan, per_segment=chunks, made={})
-    split: Plan = plan.made["split"]
-    return split
+    return plan.made["split"]
 
 
 @in_two
