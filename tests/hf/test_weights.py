@@ -241,7 +241,7 @@ def test_experts_of_two_dtypes_are_named(tmp_path):
         ("qwen3_next", {"mlp_only_layers": 3}, "mlp_only_layers must be a list, got 3"),
         ("qwen3_next", {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most 4"),
         ("bamba", {"attn_layer_indices": 3}, "attn_layer_indices must be a list, got 3"),
-        ("kimi_linear", {"mlp_layer_types": ["dens"] * 4}, "must be of dense, sparse, none"),
+        ("kimi_linear", {"mlp_layer_types": ["dens"] * 4}, "must be one of dense, sparse, none"),
         ("kimi_linear", {"q_lora_rank": 8}, "q_lora_rank must be None, got 8"),
         ("mamba", {"time_step_rank": "x"}, "time_step_rank must be an integer of 1 or more"),
         ("mamba", {"use_bias": True}, "use_bias must be False, got True"),

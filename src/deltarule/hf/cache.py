@@ -1,6 +1,6 @@
 """The state of a model as transformers' `generate` holds it, with a way back."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor

@@ -2,20 +2,17 @@
 
 import dataclasses
 import functools
-import math
 import typing
 from collections.abc import Collection
 from types import NoneType
 from typing import Any
 
 from deltarule.nearest import nearest
-from deltarule.nn import MIXERS
-from deltarule.nn.checks import above_zero, check_lower_bound
+from deltarule.nn import MIXERS, checks
 from deltarule.nn.feature_maps import FEATURE_MAPS
 from deltarule.nn.options import SPECTRA
+from deltarule.nn.state import MOST_LAYERS
 
-# More than any model has; a damaged file could ask for a billion.
-_MOST_LAYERS = 10_000
 # Integers that may be zero; the others may not.
 _COUNTS = (
     "qk_rope_head_dim", "conv_size", "mlp_size", "num_experts", "shared_expert_intermediate_size",
@@ -59,28 +56,24 @@ def check_fields(config: Any) -> None:
         value, optional = getattr(config, field.name), field.default is None
         if not (optional and value is None):
             _check_kind(field.name, value, kinds[field.name], optional)
-    if config.num_layers > _MOST_LAYERS:
-        raise ValueError(f"num_layers must be at most {_MOST_LAYERS}, got {config.num_layers}")
-    check_lower_bound(config.gate_lower_bound)
+    if config.num_layers > MOST_LAYERS:
+        raise ValueError(f"num_layers must be at most {MOST_LAYERS}, got {config.num_layers}")
+    checks.check_beta_max(config.beta_max)
+    checks.check_lower_bound(config.gate_lower_bound)
     share = config.partial_rotary_factor
-    if not _is_number(share) or not 0 <= share <= 1:
+    if not checks.is_number(share) or not 0 <= share <= 1:
         raise ValueError(f"partial_rotary_factor must be a number in [0, 1], got {share!r}")
-    if config.beta_max is not None and config.beta_max > 2:
-        raise ValueError(
-            f"beta_max must be at most 2, got {config.beta_max}: above 2 a write makes the state "
-            "grow without bound"
-        )
     if config.post_norm is not None and config.deepnorm_alpha is not None:
         raise ValueError("post_norm and deepnorm_alpha exclude each other: give one of them")
     if config.low_rank_dims is not None:
         if not isinstance(config.low_rank_dims, tuple) or len(config.low_rank_dims) != 4:
             raise ValueError(f"low_rank_dims must be 4 integers, got {config.low_rank_dims!r}")
         for rank in config.low_rank_dims:
-            check_integer("low_rank_dims", rank, 1)
+            checks.check_integer("low_rank_dims", rank, 1)
     for name, count in (("ssm_multipliers", 5), ("mlp_multipliers", 2)):
         value = getattr(config, name)
         fits = isinstance(value, tuple) and len(value) == count
-        if not fits or not all(_is_number(x) for x in value):
+        if not fits or not all(map(checks.is_number, value)):
             raise ValueError(f"{name} must be a tuple of {count} numbers, got {value!r}")
     _check_heads(config)
 
@@ -101,33 +94,18 @@ def _check_kind(name: str, value: Any, kind: Any, optional: bool) -> None:
             f"got {value!r}{nearest(value, words, before=': ')}"
         )
     if kind is int:
-        check_integer(name, value, 0 if name in _COUNTS else 1, optional)
+        checks.check_integer(name, value, 0 if name in _COUNTS else 1, optional)
     if kind is float and name not in _OTHER_NUMBERS:
-        above_zero(name, value)
+        checks.above_zero(name, value)
     if kind is bool and not isinstance(value, bool):
         known = "True, False or None" if optional else "True or False"
         raise ValueError(f"{name} must be {known}, got {value!r}")
 
 
-def check_integer(name: str, value: object, smallest: int, optional: bool = False) -> None:
-    """Refuse what is no integer of `smallest` or more; the message says if it may be None."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-        or_none = " or None" if optional else ""
-        raise ValueError(f"{name} must be an integer of {smallest} or more{or_none}, got {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value)  # type: ignore[arg-type]
-
-
 def _check_heads(config: Any) -> None:
     heads = config.num_heads
-    if config.num_v_heads is not None and config.num_v_heads % heads:
-        raise ValueError(
-            f"num_v_heads must be a multiple of num_heads={heads}, got {config.num_v_heads}"
-        )
     values = config.num_v_heads or heads
+    checks.check_multiple("num_v_heads", values, "num_heads", heads)
     if values % config.n_groups:
         raise ValueError(
             f"n_groups must divide the {values} heads of Mamba-2 layers, got {config.n_groups}"

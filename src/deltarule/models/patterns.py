@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deltarule.models.config_checks import MLP_PARTS
-from deltarule.nearest import nearest
+from deltarule.nearest import check_known, nearest
 from deltarule.nn import MIXERS
 
 # The second half of a block.
@@ -129,10 +129,7 @@ def expand_layer_types(given: str | tuple[str, ...], num_layers: int) -> tuple[s
 def expand_mlp_layer_types(given: str | tuple[str, ...], num_layers: int) -> tuple[str, ...]:
     """Repeat the kinds over all layers, each known."""
     for kind in (kinds := repeat("mlp_layer_types", given, num_layers)):
-        if kind not in MLP_KINDS:
-            known = ", ".join(MLP_KINDS)
-            meant = nearest(kind, MLP_KINDS, before=": ")
-            raise ValueError(f"mlp_layer_types must be of {known}, got {kind!r}{meant}")
+        check_known("mlp_layer_types", kind, MLP_KINDS)
     return kinds
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from deltarule.models.arguments import check_state
 from deltarule.models.bytes import BEGIN, VOCAB_SIZE
-from deltarule.models.config_checks import check_integer
 from deltarule.models.decoder import Sampling
 from deltarule.models.sampling import DAMAGED
 from deltarule.nn import ModelState
+from deltarule.nn.checks import check_integer
 from deltarule.ops.few_tokens import MAX_TOKENS
 
 if TYPE_CHECKING:

@@ -16,9 +16,15 @@ AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of 1 or more, got {value!r}")
+    check_integer(name, value, 1)
     return value
+
+
+def check_integer(name: str, value: object, smallest: int, optional: bool = False) -> None:
+    """Refuse what is no integer of `smallest` or more; the message says if it may be None."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        or_none = " or None" if optional else ""
+        raise ValueError(f"{name} must be an integer of {smallest} or more{or_none}, got {value!r}")
 
 
 def check_least(options: object, least: float, *names: str) -> None:
@@ -30,21 +36,21 @@ def check_least(options: object, least: float, *names: str) -> None:
 
 
 def above_zero(name: str, value: float) -> float:
-    if not _is_number(value) or not math.isfinite(value) or value <= 0:
+    if not is_number(value) or value <= 0:
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
     return value
 
 
 def check_horizon(longest: float | None) -> float | None:
     """Return the longest horizon if heads can be spread up to it."""
-    if longest is not None and (not _is_number(longest) or not 8 < longest < math.inf):
+    if longest is not None and (not is_number(longest) or longest <= 8):
         raise ValueError(f"longest_horizon must be None or a number above 8, got {longest!r}")
     return longest
 
 
 def check_lower_bound(bound: float | None) -> float | None:
     """Return the least log_decay if it is one."""
-    if bound is not None and (not _is_number(bound) or not -math.inf < bound < 0):
+    if bound is not None and (not is_number(bound) or bound >= 0):
         raise ValueError(f"gate_lower_bound must be None or a finite number < 0, got {bound!r}")
     return bound
 
@@ -81,7 +87,7 @@ def check_beta_max(beta_max: float | None) -> float | None:
     """Refuse a write strength that makes the state grow."""
     if beta_max is None:
         return None
-    if not _is_number(beta_max) or not 0 < beta_max <= 2:
+    if not is_number(beta_max) or not 0 < beta_max <= 2:
         raise ValueError(
             f"beta_max must be a number in (0, 2], got {beta_max!r}: beyond 2 a write makes "
             "the state grow without bound"
@@ -151,5 +157,5 @@ def _check_state_tensor(name: str, given: Tensor, expected: Tensor, sequences: i
         )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

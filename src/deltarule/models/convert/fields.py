@@ -1,10 +1,11 @@
 """The options in a config.json of another project: each is taken once, and none is passed over."""
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from deltarule.models.config_names import THEIRS
+from deltarule.nearest import check_known
+from deltarule.nn.checks import check_integer, is_number
 
 # What transformers and training code write for themselves; none changes what a model computes.
 _SILENT = frozenset({
@@ -31,8 +32,7 @@ class Fields:
     def integer(self, name: str, default: int | None = None, smallest: int = 0) -> int:
         """Return an integer; without a default it is required."""
         value = self._required(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-            raise ValueError(f"{name} must be an integer of {smallest} or more, got {value!r}")
+        check_integer(name, value, smallest)
         return value
 
     def factor(self, name: str) -> float:
@@ -44,8 +44,7 @@ class Fields:
     def number(self, name: str, default: float | None = None) -> float:
         """Return a finite number; without a default it is required."""
         value = self._required(name, default)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value):
+        if not is_number(value):
             raise ValueError(f"{name} must be a finite number, got {value!r}")
         return value
 
@@ -57,8 +56,7 @@ class Fields:
 
     def word(self, name: str, default: str, known: Collection[str]) -> str:
         value = self.take(name, default)
-        if not isinstance(value, str) or value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        check_known(name, value, known)
         return value
 
     def inside(self, name: str) -> "Fields":

@@ -6,12 +6,11 @@ from deltarule.models.config import ModelConfig
 from deltarule.models.convert import options
 from deltarule.models.convert.fields import Fields
 from deltarule.models.convert.options import Entry, Follows, Options, Table
+from deltarule.nn.state import MOST_LAYERS as MOST_LAYERS
 
 # Words of config.json, those of older ones among them, by ours.
 FULL_ATTENTION = ("full_attention", "attention")
 RECURRENT = ("linear_attention", "mamba")
-# A damaged number could ask for any amount of memory.
-MOST_LAYERS = 10_000
 # How a model was trained or drawn.
 DRAWN = options.silent(
     "attention_dropout", "hidden_dropout", "linear_a_log_max", "linear_a_log_min",
