@@ -111,11 +111,8 @@ def rules(run: RulesRun) -> None:
 
 # What a reader calls the entries of the operators' table of implementations.
 FORMS = {
-    "reference": "recurrent",
-    "torch": "chunked",
-    "triton": "GPU kernel",
-    "gluon": "fused forward",
-}
+    "reference": "recurrent", "torch": "chunked", "triton": "GPU kernel", "gluon": "fused forward",
+}  # fmt: skip
 
 COLUMNS = ("system", "one token", "decay", "erase", "source")
 # The `model_type` of checkpoints whose layers are a row's; docs/weights.md says more of each.

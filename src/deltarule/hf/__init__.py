@@ -29,11 +29,6 @@ from deltarule.hf.patch import Patch, patch  # noqa: E402
 from deltarule.hf.tokenizer import byte_tokenizer  # noqa: E402
 
 __all__ = [
-    "DeltaruleConfig",
-    "DeltaruleForCausalLM",
-    "Patch",
-    "StateCache",
-    "byte_tokenizer",
-    "patch",
+    "DeltaruleConfig", "DeltaruleForCausalLM", "Patch", "StateCache", "byte_tokenizer", "patch",
     "wrap",
-]
+]  # fmt: skip

@@ -55,14 +55,11 @@ WINDOW = replace(
 )
 # Names in a model's config, where `attention_` tells them from those of recurrent layers.
 OPTIONS = {
-    "attention_head_dim": "head_dim",
-    "attention_qk_norm": "qk_norm",
-    "attention_gate": "output_gate",
-    "attention_multiplier": "scale",
-    "partial_rotary_factor": "partial_rotary_factor",
-    "norm_eps": "norm_eps",
+    "attention_head_dim": "head_dim", "attention_qk_norm": "qk_norm",
+    "attention_gate": "output_gate", "attention_multiplier": "scale",
+    "partial_rotary_factor": "partial_rotary_factor", "norm_eps": "norm_eps",
     "zero_centered_norm": "zero_centered_norm",
-}
+}  # fmt: skip
 
 
 class Attention(Mixer):
@@ -282,14 +279,9 @@ class Attention(Mixer):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         """Softmax attention over [B, T, heads, D]; visible None means plain causal."""
         o = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=visible,
-            is_causal=visible is None,
-            scale=self.scale,
-            enable_gqa=k.shape[2] != q.shape[2],
-        )
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible,
+            is_causal=visible is None, scale=self.scale, enable_gqa=k.shape[2] != q.shape[2],
+        )  # fmt: skip
         return o.transpose(1, 2)
 
     def state_before(self, state: State | None, layout: Layout) -> State:

@@ -11,17 +11,9 @@ from deltarule.nn.layout import Layout
 Arguments = dict[str, Any]
 
 Operator = Literal[
-    "delta_rule",
-    "dplr",
-    "selective_scan",
-    "long_convolution",
-    "slstm",
-    "two_memories",
-    "mesa",
-    "ttt",
-    "titans",
-    "softmax",
-]
+    "delta_rule", "dplr", "selective_scan", "long_convolution", "slstm", "two_memories", "mesa",
+    "ttt", "titans", "softmax",
+]  # fmt: skip
 Decay = Literal["none", "constant", "head", "channel", "element"]
 Erase = Literal["none", "tied", "free", "solve", "gradient"]
 QueryKeyNorm = Literal["none", "l1", "l2"]

@@ -204,15 +204,12 @@ class RWKV7(DeltaMixer):
         gate = None if self.g_proj is None else self.g_proj(x["gate"])
         return Projections(
             q=split(self.q_proj(x["q"]), heads, key_size),
-            k=split(self.k_proj(x["k"]), heads, key_size),
-            v=self.mix_values(x["v"], call.shared),
+            k=split(self.k_proj(x["k"]), heads, key_size), v=self.mix_values(x["v"], call.shared),
             decay_logits=decay_logits + self.decay_bias,
             erase_logits=erase_logits + self.erase_bias,
             output_gate=None if gate is None else split(gate, heads, value_size),
-            erase_scale=self.erase_scale,
-            replace_scale=self.replace_scale,
-            bonus=self.bonus,
-        )
+            erase_scale=self.erase_scale, replace_scale=self.replace_scale, bonus=self.bonus,
+        )  # fmt: skip
 
     def mix_values(self, x: Tensor, shared: dict[str, Tensor]) -> Tensor:
         """v + sigmoid(value logits) (v of the first layer - v)."""

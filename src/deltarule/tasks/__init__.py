@@ -15,19 +15,9 @@ from deltarule.nearest import check_known
 
 # Modules of this package, imported on demand: the text of one needs the models.
 TASKS = (
-    "mqar",
-    "mad_recall",
-    "mad_fuzzy_recall",
-    "mad_copying",
-    "mad_memorization",
-    "mad_compression",
-    "regbench",
-    "parity",
-    "modular_arithmetic",
-    "bracket_arithmetic",
-    "groups",
-    "niah",
-)
+    "mqar", "mad_recall", "mad_fuzzy_recall", "mad_copying", "mad_memorization", "mad_compression",
+    "regbench", "parity", "modular_arithmetic", "bracket_arithmetic", "groups", "niah",
+)  # fmt: skip
 
 
 def load_task(name: str) -> ModuleType:

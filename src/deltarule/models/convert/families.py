@@ -21,18 +21,10 @@ from deltarule.models.convert.piece import Piece, Shapes
 from deltarule.nearest import nearest
 
 _ALL = (
-    *fla.FAMILIES,
-    mamba2.FAMILY,
-    *qwen.FAMILIES,
-    olmo_hybrid.FAMILY,
-    *mamba_hybrids.FAMILIES,
-    nemotron_h.FAMILY,
-    kimi_linear.FAMILY,
-    minimax.FAMILY,
-    xlstm.FAMILY,
-    rwkv7.FAMILY,
+    *fla.FAMILIES, mamba2.FAMILY, *qwen.FAMILIES, olmo_hybrid.FAMILY, *mamba_hybrids.FAMILIES,
+    nemotron_h.FAMILY, kimi_linear.FAMILY, minimax.FAMILY, xlstm.FAMILY, rwkv7.FAMILY,
     *mamba1.FAMILIES,
-)
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {
     name: family for family in _ALL for name in (*family.aliases, family.model_type)
 }

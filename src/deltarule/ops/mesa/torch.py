@@ -144,12 +144,9 @@ def gpu_iterations(inputs: Systems) -> tuple[Tensor]:
 
 
 iterations_operator = Operator(
-    "mesa_iterations",
-    Systems,
-    gpu_iterations,
-    None,
+    "mesa_iterations", Systems, gpu_iterations, None,
     lambda given: (torch.empty_like(given.b, memory_format=torch.contiguous_format),),
-)
+)  # fmt: skip
 
 
 def mesa(

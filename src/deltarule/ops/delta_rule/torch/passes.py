@@ -423,12 +423,9 @@ def _erase_backward(
             da, db, dk_erase, dv_erase, d_erase = free_backward(*seen, a, b, k, v, work.decay)
             dk, dv, db = dk + dk_erase, dv + dv_erase, db + d_keys[0]
         d_decay = Decay(
-            start=add(d_decay.start, d_erase.start),
-            end=d_decay.end,
-            whole=d_decay.whole,
-            between=d_decay.between.plus(d_erase.between),
-            start_before=d_erase.start_before,
+            start=add(d_decay.start, d_erase.start), end=d_decay.end, whole=d_decay.whole,
+            between=d_decay.between.plus(d_erase.between), start_before=d_erase.start_before,
             between_before=d_erase.between_before,
-        )
+        )  # fmt: skip
     d_log_decay = decay_backward(d_decay, dq.shape[-2])
     return Chunks(dq, dk, dv, d_beta, da, db, d_log_decay)
