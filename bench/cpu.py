@@ -146,15 +146,9 @@ def ours(impl: Impl) -> Operator:
     def operator(inputs: Mapping[str, Tensor]) -> Tensor:
         q, k, v, beta, log_decay = (inputs[x] for x in ("q", "k", "v", "beta", "log_decay"))
         return delta_rule(
-            q,
-            k,
-            v,
-            beta=beta,
-            log_decay=log_decay,
-            normalize_qk=True,
-            return_state=False,
+            q, k, v, beta=beta, log_decay=log_decay, normalize_qk=True, return_state=False,
             impl=impl,
-        ).o
+        ).o  # fmt: skip
 
     return operator
 
@@ -176,12 +170,9 @@ def draw(shape: Shape, decay_per_channel: bool) -> tuple[dict[str, Tensor], Tens
 def conditions(repeats: int) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "versions": results.versions() | peers.versions(),
-        "architecture": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "dtype": "float32",
-        "repeats": repeats,
-    }
+        "versions": results.versions() | peers.versions(), "architecture": platform.machine(),
+        "threads": torch.get_num_threads(), "dtype": "float32", "repeats": repeats,
+    }  # fmt: skip
 
 
 def table(report: Mapping[str, Any]) -> str:

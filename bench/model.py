@@ -22,12 +22,8 @@ WARM_UP, STEPS = 3, 8
 
 # The 1.3 B of the DeltaNet paper; FLA rounds 8/3 of its width up to a multiple of 256.
 SIZES = {
-    "vocab_size": 32000,
-    "hidden_size": 2048,
-    "num_layers": 24,
-    "num_heads": 16,
-    "mlp_size": 5632,
-}
+    "vocab_size": 32000, "hidden_size": 2048, "num_layers": 24, "num_heads": 16, "mlp_size": 5632,
+}  # fmt: skip
 # Batch rows and tokens of a step: 32,768 tokens each.
 BATCHES = ((16, 2048), (8, 4096), (2, 16384))
 PEERS = ("deltarule", "fla")
@@ -89,13 +85,10 @@ def time_steps(
         torch.cuda.reset_peak_memory_stats()
     seconds = timing.host_seconds(several) / steps
     return {
-        "first_s": first,
-        "step_s": seconds,
-        "tokens_per_s": batch * tokens / seconds,
+        "first_s": first, "step_s": seconds, "tokens_per_s": batch * tokens / seconds,
         "peak_GiB": None if device == "cpu" else torch.cuda.max_memory_allocated() / GIB,
-        "parameters": sum(x.numel() for x in model.parameters()),
-        "loss": losses[0].item(),
-    }
+        "parameters": sum(x.numel() for x in model.parameters()), "loss": losses[0].item(),
+    }  # fmt: skip
 
 
 def build_ours(config: ModelConfig, device: str) -> tuple[nn.Module, Loss]:

@@ -31,14 +31,11 @@ PACKAGES = ["triton", "flash-linear-attention", "flash-qla", "tilelang", "flashi
 def new_report(arguments: Sequence[str], program: str = "deltarule") -> Row:
     """A report without rows: when, with what, and by which command."""
     return {
-        "format": FORMAT,
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "command": " ".join([program, shlex.join(arguments)]).strip(),
-        "versions": versions(),
+        "format": FORMAT, "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "command": " ".join([program, shlex.join(arguments)]).strip(), "versions": versions(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "ceilings": None,
-        "rows": [],
-    }
+        "ceilings": None, "rows": [],
+    }  # fmt: skip
 
 
 def file_each(report: Row, found: Iterable[Found], output: Path | None) -> Row:

@@ -135,19 +135,14 @@ def training(case: Case, trained: Trained, rows: int, steps: int, profiled: bool
     ms = statistics.median(times.tolist())
     shared = ways if where is not None or case.who == "heads" else 1
     return {
-        **case._asdict(),
-        "rows": rows,
-        "tokens": tokens,
+        **case._asdict(), "rows": rows, "tokens": tokens,
         "parameters": sum(p.numel() for p in spread.model.parameters()),
-        "losses": [round(first, 5), round(float(report[0]), 5)],
-        "step_ms": round(ms, 3),
-        "each_ms": [round(x, 1) for x in times.tolist()],
-        "host_ms": round(1e3 * host, 1),
+        "losses": [round(first, 5), round(float(report[0]), 5)], "step_ms": round(ms, 3),
+        "each_ms": [round(x, 1) for x in times.tolist()], "host_ms": round(1e3 * host, 1),
         "tokens_per_second_each": round(rows * tokens / shared / ms * 1e3),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if CUDA else None,
-        "sent_mb": sent,
-        **({"kernels_ms": kernels(run)} if profiled and CUDA else {}),
-    }
+        "sent_mb": sent, **({"kernels_ms": kernels(run)} if profiled and CUDA else {}),
+    }  # fmt: skip
 
 
 def travel(model: CausalLM, case: Case) -> None:

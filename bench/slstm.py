@@ -36,14 +36,9 @@ def theirs(heads: int, channels: int) -> Run:
     """The authors' cell, weights [heads, from, 4, to] in bfloat16."""
     cell = importlib.import_module("xlstm.blocks.slstm.cell")
     config = cell.sLSTMCellConfig(
-        hidden_size=heads * channels,
-        num_heads=heads,
-        batch_size=BATCH,
-        backend="cuda",
-        dtype="bfloat16",
-        dtype_b="float32",
-        enable_automatic_mixed_precision=False,
-    )
+        hidden_size=heads * channels, num_heads=heads, batch_size=BATCH, backend="cuda",
+        dtype="bfloat16", dtype_b="float32", enable_automatic_mixed_precision=False,
+    )  # fmt: skip
     layer = cell.sLSTMCell_cuda(config).cuda()
     torch.nn.init.zeros_(layer._bias_)
 

@@ -14,16 +14,10 @@ NOTHING = "-"
 
 # Columns of timed passes, with the key of each figure.
 TIMES = {
-    "peer": None,
-    "pass": None,
-    "graph ms": "graph_ms",
-    "eager ms": "eager_ms",
-    "TFLOP/s": "TFLOP_s",
-    "GB/s": "GB_s",
-    "x floor": "times_floor",
-    "extra MiB": "extra_MiB",
+    "peer": None, "pass": None, "graph ms": "graph_ms", "eager ms": "eager_ms",
+    "TFLOP/s": "TFLOP_s", "GB/s": "GB_s", "x floor": "times_floor", "extra MiB": "extra_MiB",
     "first s": "first_s",
-}
+}  # fmt: skip
 
 
 class Table(NamedTuple):

@@ -130,12 +130,9 @@ def time_generation(peer: str, sizes: Sizes, batch: int, new: int, device: str) 
 
     else:
         options = {
-            "max_new_tokens": new,
-            "min_new_tokens": new,
-            "do_sample": False,
-            "cache_implementation": "static",
-            "pad_token_id": 0,
-        }
+            "max_new_tokens": new, "min_new_tokens": new, "do_sample": False,
+            "cache_implementation": "static", "pad_token_id": 0,
+        }  # fmt: skip
 
         def generate() -> None:
             mask = torch.ones_like(prompts)
@@ -147,13 +144,9 @@ def time_generation(peer: str, sizes: Sizes, batch: int, new: int, device: str) 
     moved = sum(x.nbytes for x in model.parameters()) + 2 * state_bytes(model, batch)
     bandwidth = CPU_BANDWIDTH if device == "cpu" else BANDWIDTH
     return {
-        "parameters": parameters,
-        "prompt": PROMPT,
-        "new_tokens": new,
-        "first_s": first,
-        "ms_per_token": seconds / new * 1e3,
-        "floor_ms": moved / bandwidth * 1e3,
-    }
+        "parameters": parameters, "prompt": PROMPT, "new_tokens": new, "first_s": first,
+        "ms_per_token": seconds / new * 1e3, "floor_ms": moved / bandwidth * 1e3,
+    }  # fmt: skip
 
 
 def time_training(peer: str, sizes: Sizes, device: str) -> Row:
@@ -207,14 +200,11 @@ def built(peer: str, sizes: Sizes, device: str) -> nn.Module:
     if peer == "transformers":
         transformers = require("transformers", "hf")
         config = transformers.LlamaConfig(
-            vocab_size=sizes.vocab_size,
-            hidden_size=sizes.hidden_size,
-            num_hidden_layers=sizes.num_layers,
-            num_attention_heads=sizes.num_heads,
-            intermediate_size=16 * -(-sizes.hidden_size * 8 // 48),
-            eos_token_id=None,
+            vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_size,
+            num_hidden_layers=sizes.num_layers, num_attention_heads=sizes.num_heads,
+            intermediate_size=16 * -(-sizes.hidden_size * 8 // 48), eos_token_id=None,
             attn_implementation="sdpa",
-        )
+        )  # fmt: skip
         model: nn.Module = transformers.LlamaForCausalLM(config)
         return model.to(device, dtype)
     name = "attention" if peer == "deltarule-attention" else "gated_deltanet"

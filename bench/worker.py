@@ -195,14 +195,9 @@ def reference(operation: Operation, inputs: Tensors) -> tuple[Tensor, Tensor | N
     if operation.erase == "free":
         return definition.dplr(q, k, v, a=inputs["a"], b=inputs["b"], log_decay=log_decay)
     return definition.delta_rule(
-        q,
-        k,
-        v,
-        beta=inputs.get("beta"),
-        log_decay=log_decay,
-        n_steps=operation.n_steps,
+        q, k, v, beta=inputs.get("beta"), log_decay=log_decay, n_steps=operation.n_steps,
         initial_state=inputs.get("state"),
-    )
+    )  # fmt: skip
 
 
 def through(side: adapters.Side, inputs: Tensors) -> tuple[Tensor, Tensor | None]:
@@ -231,10 +226,6 @@ def model_case(case: Row, setting: Setting) -> Row:
 
 
 KINDS: dict[str, Callable[[Row, Setting], Row]] = {
-    "time": time_case,
-    "error": error_case,
-    "overhead": overhead_case,
-    "cold": cold_case,
-    "ceilings": ceilings_case,
-    "model": model_case,
-}
+    "time": time_case, "error": error_case, "overhead": overhead_case, "cold": cold_case,
+    "ceilings": ceilings_case, "model": model_case,
+}  # fmt: skip

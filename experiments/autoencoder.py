@@ -50,14 +50,9 @@ class Autoencoder(CausalLM):
         super().__init__(config)
         size = config.hidden_size
         self.decoder = nn.Sequential(
-            nn.LayerNorm(size),
-            nn.Linear(size, size),
-            nn.GELU(),
-            nn.LayerNorm(size),
-            nn.Linear(size, size),
-            nn.GELU(),
-            nn.LayerNorm(size),
-        )
+            nn.LayerNorm(size), nn.Linear(size, size), nn.GELU(), nn.LayerNorm(size),
+            nn.Linear(size, size), nn.GELU(), nn.LayerNorm(size),
+        )  # fmt: skip
 
     def hidden(
         self,

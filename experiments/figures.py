@@ -35,21 +35,14 @@ class Look(NamedTuple):
 
 # A system looks the same in every figure: tone by family, mark by member.
 SYSTEM_LOOKS = {
-    "deltanet": Look(DARK, "o", "-"),
-    "delta_product": Look(DARK, "D", "--"),
-    "gated_deltanet": Look(MIDDLE, "s", "-"),
-    "kda": Look(MIDDLE, "P", "--"),
-    "gated_delta_product": Look(MIDDLE, "p", ":"),
-    "mamba2": Look(LIGHT, "^", "-"),
-    "gla": Look(LIGHT, "v", "--"),
-    "retnet": Look(LIGHT, "<", ":"),
-    "linear_attention": Look(LIGHT, "X", "-."),
-    "mamba1": Look(LIGHT, ">", "-"),
-    "attention": Look(INK, "*", "-"),
-    "mesa": Look(INK, "d", "-."),
-    "gated_deltanet_h1": Look(INK, "h", "--"),
-    "gated_deltanet_h2": Look(INK, "H", ":"),
-}
+    "deltanet": Look(DARK, "o", "-"), "delta_product": Look(DARK, "D", "--"),
+    "gated_deltanet": Look(MIDDLE, "s", "-"), "kda": Look(MIDDLE, "P", "--"),
+    "gated_delta_product": Look(MIDDLE, "p", ":"), "mamba2": Look(LIGHT, "^", "-"),
+    "gla": Look(LIGHT, "v", "--"), "retnet": Look(LIGHT, "<", ":"),
+    "linear_attention": Look(LIGHT, "X", "-."), "mamba1": Look(LIGHT, ">", "-"),
+    "attention": Look(INK, "*", "-"), "mesa": Look(INK, "d", "-."),
+    "gated_deltanet_h1": Look(INK, "h", "--"), "gated_deltanet_h2": Look(INK, "H", ":"),
+}  # fmt: skip
 # Of a second form of a system, which keeps its tone and mark.
 VARIANT_LINE = ":"
 # For settings that are no system, in the order in which labels appear: tones are for families.
@@ -107,13 +100,9 @@ class Curve:
         """
         values = points.values()
         return cls(
-            label,
-            list(points),
-            [*map(statistics.fmean, values)],
-            low=[*map(min, values)],
-            high=[*map(max, values)],
-            look=look,
-        )
+            label, list(points), [*map(statistics.fmean, values)], low=[*map(min, values)],
+            high=[*map(max, values)], look=look,
+        )  # fmt: skip
 
     @classmethod
     def of_paper(
@@ -179,12 +168,9 @@ def draw_curves(panels: Sequence[Panel], path: Path, *, title: str, columns: int
         draw_panel(figure.add_subplot(down, across, index + 1), panel, looks)
     published = any(curve.published for panel in panels for curve in panel.curves)
     figure.legend(
-        handles=legend_entries(looks, published=published),
-        loc="outside lower center",
-        ncols=legend_columns,
-        frameon=False,
-        fontsize=9,
-    )
+        handles=legend_entries(looks, published=published), loc="outside lower center",
+        ncols=legend_columns, frameon=False, fontsize=9,
+    )  # fmt: skip
     save(figure, path)
 
 
@@ -235,17 +221,9 @@ def draw_panel(axes: "Axes", panel: Panel, looks: dict[str, Look]) -> None:
     for name, place in panel.marks.items():
         axes.axvline(place, color=INK, linewidth=1.0, linestyle=":")
         axes.annotate(
-            name,
-            (place, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(-3, -3),
-            textcoords="offset points",
-            ha="right",
-            va="top",
-            rotation=90,
-            color=INK,
-            fontsize=8,
-        )
+            name, (place, 1.0), xycoords=("data", "axes fraction"), xytext=(-3, -3),
+            textcoords="offset points", ha="right", va="top", rotation=90, color=INK, fontsize=8,
+        )  # fmt: skip
     if panel.limits is not None:
         axes.set_ylim(*panel.limits)
 
@@ -271,17 +249,11 @@ def draw_curve(axes: "Axes", curve: Curve, look: Look, *, joined: bool) -> None:
     """One curve, and the range of each point where there is one."""
     line = look.line if joined and not curve.published else "none"
     axes.plot(
-        curve.x,
-        curve.y,
-        color=look.ink,
-        linestyle=line,
-        linewidth=1.6,
-        marker=look.mark,
-        markersize=8 if curve.published else 6,
-        markeredgecolor=look.ink,
+        curve.x, curve.y, color=look.ink, linestyle=line, linewidth=1.6, marker=look.mark,
+        markersize=8 if curve.published else 6, markeredgecolor=look.ink,
         markerfacecolor="none" if curve.published else look.ink,
         markevery=max(1, len(curve.x) // MOST_MARKS),
-    )
+    )  # fmt: skip
     if curve.low is not None and curve.high is not None:
         if joined and len(curve.x) > 1:
             axes.fill_between(

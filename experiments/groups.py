@@ -63,15 +63,12 @@ def make_cell(form: Form, group: Group, n_steps: int, beta_max: float, seed: int
     """One layer of DeltaProduct with four heads, no convolution, no gate and no MLP."""
     prefixes = tuple(form["prefixes"])
     return task_cell(
-        form,
-        f"{group}-n{n_steps}-from{1 - int(beta_max)}-seed{seed}",
+        form, f"{group}-n{n_steps}-from{1 - int(beta_max)}-seed{seed}",
         Config(group, form["trained"]),
-        [Evaluation(LABEL, Config(group, prefixes[-1]), ROWS, prefixes=prefixes)],
-        seed=seed,
+        [Evaluation(LABEL, Config(group, prefixes[-1]), ROWS, prefixes=prefixes)], seed=seed,
         model={"beta_max": beta_max, "n_steps": n_steps},
-        cell={"curriculum": Curriculum(FIRST_LENGTH, form["trained"], THRESHOLD)},
-        kind=TaskCell,
-    )
+        cell={"curriculum": Curriculum(FIRST_LENGTH, form["trained"], THRESHOLD)}, kind=TaskCell,
+    )  # fmt: skip
 
 
 def label_of(n_steps: int, beta_max: float) -> str:

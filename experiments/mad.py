@@ -37,15 +37,12 @@ def make_cell(form: Form, name: str, layer: str) -> TaskCell:
     task = form["each"] | form["tasks"][name]
     every = task["steps"] // form["evaluations"]
     return task_cell(
-        form,
-        f"{name}-{layer}",
-        in_lessons(task),
-        [Evaluation(LABEL, measured(task), ROWS)],
+        form, f"{name}-{layer}", in_lessons(task), [Evaluation(LABEL, measured(task), ROWS)],
         model={"layer_types": layer, "conv_size": 0 if layer in NO_CONVOLUTION else 4},
         loop={"steps": task["steps"], "evaluate_every": every},
         cell={"task": task["task"], "rows": task["rows"], "examples": task.get("examples")},
         kind=AutoencoderCell if task["task"] == "mad_compression" else TaskCell,
-    )
+    )  # fmt: skip
 
 
 def of_task(form: Form, name: str, results: list[Result]) -> dict[str, Result]:

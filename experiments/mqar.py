@@ -35,15 +35,9 @@ def make_cell(form: Form, system: str, width: int, rate: float, seed: int) -> Ta
         heads, sizes = HEADS.get(layer, 2), {"conv_size": 0} if BARE in system else {}
     model = {"hidden_size": width, "layer_types": layer, "num_heads": heads} | sizes
     return task_cell(
-        form,
-        f"{system}-d{width}-lr{rate:g}-seed{seed}",
-        task,
-        [Evaluation(LABEL, task, ROWS)],
-        seed=seed,
-        model=model,
-        optimizer={"lr": rate},
-        kind=TaskCell,
-    )
+        form, f"{system}-d{width}-lr{rate:g}-seed{seed}", task, [Evaluation(LABEL, task, ROWS)],
+        seed=seed, model=model, optimizer={"lr": rate}, kind=TaskCell,
+    )  # fmt: skip
 
 
 def best(results: list[Result], system: str, width: int) -> list[Result]:

@@ -55,15 +55,10 @@ def make_cell(form: Form, system: str, seed: int, drawn: str = "") -> NeedleCell
     horizon = form.get("longest_horizon") if system in GATED and not drawn else None
     curriculum = Curriculum(**form["curriculum"]) if "curriculum" in form else None
     return task_cell(
-        form,
-        f"{system}{drawn}-seed{seed}",
-        Config(**form["training"]),
-        evaluations,
-        seed=seed,
+        form, f"{system}{drawn}-seed{seed}", Config(**form["training"]), evaluations, seed=seed,
         model={"layer_types": system, "longest_horizon": horizon},
-        cell={"curriculum": curriculum, "text": SHA256},
-        kind=NeedleCell,
-    )
+        cell={"curriculum": curriculum, "text": SHA256}, kind=NeedleCell,
+    )  # fmt: skip
 
 
 def tested(form: Form, needle: str, length: int) -> Config:

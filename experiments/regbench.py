@@ -27,16 +27,12 @@ def make_cell(form: Form, name: str, examples: int) -> TaskCell:
     task, steps = Config(**form["task"]), form["epochs"] * (examples // form["cell"]["rows"])
     bare = name == "attention" or name.endswith(BARE)
     return task_cell(
-        form,
-        f"{name}-{examples}",
-        task,
-        [Evaluation(LABEL, task, ROWS)],
+        form, f"{name}-{examples}", task, [Evaluation(LABEL, task, ROWS)],
         model={"layer_types": name.removesuffix(BARE), "conv_size": 0 if bare else 4},
         optimizer={"warmup_steps": steps // 10},
         loop={"steps": steps, "evaluate_every": steps // 20, "save_every": steps // 4},
-        cell={"examples": examples},
-        kind=TaskCell,
-    )
+        cell={"examples": examples}, kind=TaskCell,
+    )  # fmt: skip
 
 
 def best(result: Result) -> float:

@@ -242,19 +242,12 @@ class Reproduction:
         # Of the cells, which may have run elsewhere.
         found = next((record["versions"] for record in records if "versions" in record), versions())
         whole = {
-            "format": FORMAT,
-            "deltarule": deltarule.__version__,
-            "experiment": experiment.name,
-            "scale": scale,
-            "date": datetime.now(UTC).isoformat(timespec="minutes"),
-            "command": command_line(self.options),
-            "versions": found,
-            "workers": self.workers,
-            "seconds": round(seconds, 1),
-            "from_before": self.before,
-            "deviations": words.deviations.get(scale, []),
-            "cells": records,
-        }
+            "format": FORMAT, "deltarule": deltarule.__version__, "experiment": experiment.name,
+            "scale": scale, "date": datetime.now(UTC).isoformat(timespec="minutes"),
+            "command": command_line(self.options), "versions": found, "workers": self.workers,
+            "seconds": round(seconds, 1), "from_before": self.before,
+            "deviations": words.deviations.get(scale, []), "cells": records,
+        }  # fmt: skip
         write_json(self.folder / "results.json", whole)
         lines = section(experiment, whole, raw="results.json", picture=picture)
         text = "\n".join([f"# {words.title}", "", words.shows, "", *lines]) + "\n"

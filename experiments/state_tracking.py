@@ -85,16 +85,10 @@ def make_cell(form: Form, task: str, name: str, seed: int) -> StateCell:
     if delta:
         model["beta_max"] = 2.0 if system.signed else 1.0
     return task_cell(
-        form,
-        f"{task}-{name}-seed{seed}",
-        training,
-        evaluations,
-        seed=seed,
-        model=model,
+        form, f"{task}-{name}-seed{seed}", training, evaluations, seed=seed, model=model,
         optimizer={"weight_decay": 0.0 if task == "parity" else 0.1},
-        cell={"task": task, "signed": system.signed and not delta},
-        kind=StateCell,
-    )
+        cell={"task": task, "signed": system.signed and not delta}, kind=StateCell,
+    )  # fmt: skip
 
 
 def label_of(form: Form) -> str:

@@ -32,11 +32,8 @@ def load_experiment(name: str) -> Experiment:
     words = read_words(name, folder)
     forms = read_settings(name, folder)
     return Experiment(
-        name=name,
-        words=words,
+        name=name, words=words,
         forms={scale: form | {"published": words.published} for scale, form in forms.items()},
-        make=module.cells,
-        draw=module.draw,
-        table=module.table,
+        make=module.cells, draw=module.draw, table=module.table,
         timed=getattr(module, "TIMED", False),
-    )
+    )  # fmt: skip

@@ -103,23 +103,14 @@ class TaskCell:
         model = self.build()
         horizons = starting_horizons(model)
         job = LabelledJob(
-            task,
-            self.training_rows(),
-            Rows(self.evaluations[0].config, self.watched_rows),
-            seed=self.loop.seed,
-            accumulate=self.loop.accumulate,
-            ahead=device.type == "cuda",
-        )
+            task, self.training_rows(), Rows(self.evaluations[0].config, self.watched_rows),
+            seed=self.loop.seed, accumulate=self.loop.accumulate, ahead=device.type == "cuda",
+        )  # fmt: skip
         trainer = Trainer(
-            model,
-            job,
-            options=replace(self.loop, device=str(device)),
-            optimizer_options=self.optimizer,
-            folder=folder,
-            resume=True,
-            stop_when=self.good_enough,
-            save_seconds=SAVE_SECONDS,
-        )
+            model, job, options=replace(self.loop, device=str(device)),
+            optimizer_options=self.optimizer, folder=folder, resume=True,
+            stop_when=self.good_enough, save_seconds=SAVE_SECONDS,
+        )  # fmt: skip
         trainer.run()
         return {
             "evaluations": {one.label: self.evaluate(model, one) for one in self.evaluations},

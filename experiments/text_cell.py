@@ -91,16 +91,13 @@ class TextCell:
             }
         tokens = trainer.step * self.rows * self.length
         return {
-            "evaluations": evaluations,
-            "curve": curve(folder / "metrics.jsonl"),
+            "evaluations": evaluations, "curve": curve(folder / "metrics.jsonl"),
             "data": {"source": read.source, "bytes": read.num_bytes, "sha256": read.sha256},
-            "horizons": horizons,
-            "tokens": tokens,
-            "steps": trainer.step,
+            "horizons": horizons, "tokens": tokens, "steps": trainer.step,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "training_seconds": round(trainer.seconds, 1),
             "tokens_per_s": round(tokens / max(trainer.seconds, 1e-9)),
-        }
+        }  # fmt: skip
 
     def trainer(
         self,
@@ -114,14 +111,9 @@ class TextCell:
         loop = dataclasses.replace(self.loop, device=str(device))
         watched = held_out_rows(held_out, self.lengths[0], self.watched_bytes)
         return Trainer(
-            model,
-            TextRows(self.rows, self.length, training, watched, loop),
-            options=loop,
-            optimizer_options=self.optimizer,
-            folder=folder,
-            resume=True,
-            save_seconds=SAVE_SECONDS,
-        )
+            model, TextRows(self.rows, self.length, training, watched, loop), options=loop,
+            optimizer_options=self.optimizer, folder=folder, resume=True, save_seconds=SAVE_SECONDS,
+        )  # fmt: skip
 
 
 def curve(metrics: Path) -> list[list[float]]:

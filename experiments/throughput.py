@@ -36,14 +36,11 @@ DELTANET = RECIPES["deltanet_1b3"].model
 GLA = dataclasses.replace(DELTANET, layer_types="gla", num_heads=4, norm_eps=1e-5)
 MAMBA2 = dataclasses.replace(GLA, layer_types="mamba2", num_layers=48, num_heads=64, mlp_size=0)
 MODELS = {
-    "attention": RECIPES["transformer_1b3"].model,
-    "deltanet": DELTANET,
-    "gated_deltanet": RECIPES["gated_deltanet_1b3"].model,
-    "gla": GLA,
-    "mamba2": MAMBA2,
+    "attention": RECIPES["transformer_1b3"].model, "deltanet": DELTANET,
+    "gated_deltanet": RECIPES["gated_deltanet_1b3"].model, "gla": GLA, "mamba2": MAMBA2,
     "gated_deltanet_h1": RECIPES["gated_deltanet_h1_1b3"].model,
     "gated_deltanet_h2": RECIPES["gated_deltanet_h2_1b3"].model,
-}
+}  # fmt: skip
 GATED = {"num_heads": 9, "expand_v": 2}
 WINDOWS = {"layers": list(range(1, 18, 2)), "num_heads": 18, "window_size": 2048}
 FLA = {
@@ -98,14 +95,9 @@ class ThroughputCell:
         """One length; what does not fit into memory is said to."""
         try:
             figures = time_steps(
-                *self.build(device),
-                vocab_size=self.model.vocab_size,
-                batch=self.tokens // length,
-                tokens=length,
-                device=device,
-                steps=self.steps,
-                warm_up=self.warm_up,
-            )
+                *self.build(device), vocab_size=self.model.vocab_size, batch=self.tokens // length,
+                tokens=length, device=device, steps=self.steps, warm_up=self.warm_up,
+            )  # fmt: skip
         except Exception as error:
             figures = {"error": reason(error)}
         print(f"{self.name}, {length:,} tokens: {figures}", flush=True)

@@ -21,14 +21,9 @@ COMPILERS = ("cc", "gcc", "clang")
 # Sums may be taken in any order. Not -ffast-math: loading what that makes has the whole process
 # round its smallest numbers to zero.
 OPTIONS = (
-    "-O3",
-    "-fassociative-math",
-    "-fno-signed-zeros",
-    "-fno-trapping-math",
-    "-fno-math-errno",
-    "-shared",
-    "-fPIC",
-)
+    "-O3", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno",
+    "-shared", "-fPIC",
+)  # fmt: skip
 SOURCE = Path(__file__).with_suffix(".c")
 
 
