@@ -6,7 +6,6 @@ with unit q and k, normalised inside the operator on both sides, and alpha_t for
 delta rule) or each key channel (KDA).
 """
 
-import json
 import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -75,8 +74,7 @@ def main(
     }
     print(table(report))
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(report, indent=2) + "\n")
+        results.save(report, output)
     return report
 
 

@@ -135,11 +135,7 @@ def save(report: Row, path: Path) -> None:
     """Write the report whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1) + "\n"
-
-    def write(aside: Path) -> None:
-        aside.write_text(text)
-
-    write_atomically(path, write)
+    write_atomically(path, lambda aside: aside.write_text(text))
 
 
 def load(path: Path) -> Row:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench import timing
+from bench import results, timing
 from bench.travel import WAYS, counted
 from deltarule import make_context
 from deltarule.cli import leave
@@ -168,13 +168,10 @@ def loss_of(model: CausalLM, where: Context | None, batch: Tensor) -> Tensor:
 
 def kernels(run: Callable[[], object]) -> dict[str, float]:
     """Milliseconds of the kernels that take most of a step, by their names, and of all."""
-    kinds = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
-        run()
-        torch.cuda.synchronize()
-    found = {x.key[:80]: x.self_device_time_total / 1e3 for x in profile.key_averages()}
-    most = sorted(found, key=lambda name: -found[name])[:40]
-    return {name: round(found[name], 2) for name in most} | {"all": round(sum(found.values()), 1)}
+    found = timing.kernel_ms(run)
+    largest = sorted(found.items(), key=lambda item: -item[1])[:40]
+    most = {name[:80]: round(ms, 2) for name, ms in largest}
+    return most | {"all": round(sum(found.values()), 1)}
 
 
 def main() -> None:
@@ -205,7 +202,7 @@ def main() -> None:
             facts["seconds"] = round(time.perf_counter() - began, 1)
             if trained.world.first:
                 print(f"{facts['seconds']:6.1f} s  {name}: {told(found)}", flush=True)
-                arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
+                results.save(facts, arguments.out)
         del trained
         gc.collect()
         if CUDA:

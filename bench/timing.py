@@ -104,6 +104,15 @@ def extra_mib(run: Run) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / MIB
 
 
+def kernel_ms(run: Run) -> dict[str, float]:
+    """Milliseconds of the kernels in a run, by their names."""
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
+        run()
+        torch.cuda.synchronize()
+    return {x.key: x.self_device_time_total / 1e3 for x in profile.key_averages()}
+
+
 def copy_bandwidth() -> float:
     """Bytes read and written a second by a large copy."""
     x = torch.randn(2**29, device="cuda")

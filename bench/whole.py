@@ -180,7 +180,7 @@ def time_training(peer: str, sizes: Sizes, device: str) -> Row:
             # So few tokens that a GPU waits for the host.
             row["host_ms"] = timing.host_us(partial(step, [text[:1, : SHORT + 1]]), TIMES) / 1e3
         else:
-            row["gpu_ms"] = busy_ms(partial(step, [text]))
+            row["gpu_ms"] = sum(timing.kernel_ms(partial(step, [text])).values())
     return row
 
 
@@ -217,16 +217,6 @@ def built(peer: str, sizes: Sizes, device: str) -> nn.Module:
 def state_bytes(model: nn.Module, batch: int) -> int:
     """Bytes of the state that a token reads and writes, without attention's cache."""
     return model.init_state(batch).num_bytes if isinstance(model, CausalLM) else 0
-
-
-def busy_ms(run: Callable[[], object]) -> float:
-    """Milliseconds of kernels in a run."""
-    kinds = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
-        run()
-        torch.cuda.synchronize()
-    total: float = sum(event.self_device_time_total for event in profile.key_averages())
-    return total / 1e3
 
 
 def fitting(*models: Model) -> tuple[Model, ...]:

@@ -46,11 +46,7 @@ def write_json(path: Path, content: Record) -> None:
     # A line for each entry of the whole: long lists of numbers would else fill a page each.
     entries = [f"{json.dumps(key)}: {json.dumps(content[key], allow_nan=False)}" for key in content]
     text = "{\n" + ",\n".join(entries) + "\n}\n"
-
-    def write(aside: Path) -> None:
-        aside.write_text(text, encoding="utf-8")
-
-    write_atomically(path, write)
+    write_atomically(path, lambda aside: aside.write_text(text, encoding="utf-8"))
 
 
 def read_json(path: Path) -> Record:
