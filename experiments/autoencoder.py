@@ -24,21 +24,7 @@ WAVELENGTHS = 10_000.0
 
 
 class Autoencoder(CausalLM):
-    """A model that says each token again after it has read all of them.
-
-    Args:
-        config: Of the encoder, the embedding and the head; hidden_size is even and 4 or more.
-
-    Raises:
-        ValueError: A layer cannot be built from the configuration.
-
-    Examples:
-        >>> config = ModelConfig(vocab_size=16, hidden_size=32, num_layers=1, num_heads=2,
-        ...                      layer_types="deltanet")
-        >>> logits, _ = Autoencoder(config)(torch.zeros(1, 5, dtype=torch.int64))
-        >>> logits.shape
-        torch.Size([1, 5, 16])
-    """
+    """A model that says each token again after it has read all; hidden_size is even, 4 or more."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build encoder and decoder; their weights come from the global random state."""

@@ -48,9 +48,6 @@ def rotation_matrices(group: Group) -> Matrix:
 
     A turn by 2 pi / n about one axis and a half turn about another make a turn by 2 pi / 3 if the
     cosine between the axes is 1 / (2 sin(pi / n)).
-
-    Raises:
-        ValueError: The group is neither of the two.
     """
     if group not in TRIANGLES:
         raise ValueError(f"group must be one of {', '.join(TRIANGLES)}, got {group!r}")
@@ -173,15 +170,7 @@ class Construction:
         return o[0, 1:, :, 0].numpy()
 
     def run(self, words: Array, impl: Impl = "auto") -> Run:
-        """Multiply elements.
-
-        Args:
-            words: Numbers of elements, [T].
-            impl: The operator's implementation.
-
-        Returns:
-            The products so far, and the largest error.
-        """
+        """Multiply elements by their numbers, [T]: the products so far, and the largest error."""
         distances = np.linalg.norm(self.states(words, impl)[:, None] - self.orbit, axis=-1)
         exact = running_products(self.group, words[None])[0]
         error = np.take_along_axis(distances, exact[:, None], axis=1).max()

@@ -25,15 +25,10 @@ class Cell(Protocol):
         """Unique in its experiment, and a plain file name: `deltanet-d64-seed0`."""
 
     def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
-        """Train and measure.
+        """Train and measure; figures as JSON can hold them.
 
-        Args:
-            folder: Of this cell alone; after a kill it holds what the cell had left there, and the
-                cell goes on from it.
-            device: Where to compute.
-
-        Returns:
-            The figures, as JSON can hold them.
+        The folder is this cell's alone: after a kill it holds what the cell had left there, and the
+        cell goes on from it.
         """
 
 

@@ -137,21 +137,7 @@ class Panel:
 
 
 def draw_curves(panels: Sequence[Panel], path: Path, *, title: str, columns: int = 3) -> None:
-    """Draw panels, with one legend below them all.
-
-    Args:
-        panels: One or more.
-        path: Where the PNG goes.
-        title: The heading.
-        columns: Most panels beside each other.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-
-    Examples:
-        >>> curve = Curve("deltanet", [64, 128], [0.99, 1.0])
-        >>> draw_curves([Panel([curve], "width", "accuracy")], Path("recall.png"), title="Recall")
-    """
+    """Draw panels, at most `columns` beside each other, with one legend below them all."""
     looks = looks_of([curve for panel in panels for curve in panel.curves])
     across = min(columns, len(panels))
     down = -(-len(panels) // across)

@@ -51,9 +51,8 @@ class Entry:
     def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
         """Choose the rate, then run all seeds at it.
 
-        Returns:
-            `rate`; `scores` of all seeds at it; `tried`, the first seed's score at each rate;
-            `steps` and `parameters` of the runs at the best one, and `training_seconds` of all.
+        `rate`; `scores` of all seeds at it; `tried`, the first seed's score at each rate; `steps`
+        and `parameters` of the runs at the best one, and `training_seconds` of all.
         """
         tried = {rate: self.trained(rate, self.seeds[0], folder, device) for rate in self.rates}
         sign = -1 if isinstance(self.first, TextCell) else 1

@@ -20,15 +20,7 @@ INDEX_PAGE = "README.md"
 
 
 def write_pages(folder: Path) -> None:
-    """Write the index and the page of every experiment.
-
-    Args:
-        folder: Where NAME-SCALE.json and .png lie and the pages go.
-
-    Raises:
-        RecordError: A JSON file is damaged, or of a format that this version cannot read.
-        ValueError: A page has lost one of its marks.
-    """
+    """Write the index and every page into the folder where NAME-SCALE.json and .png lie."""
     for name in EXPERIMENTS:
         write_page(load_experiment(name), folder)
     write_index(folder)
@@ -83,16 +75,9 @@ def not_run(experiment: Experiment, scale: Scale) -> list[str]:
 
 
 def section(experiment: Experiment, report: Record, *, raw: str, picture: str | None) -> list[str]:
-    """What is said of one form that was run.
+    """Lines of Markdown about one form that was run, from its results.json.
 
-    Args:
-        experiment: Which.
-        report: Its results.json.
-        raw: Where the JSON is, as a link.
-        picture: Where the figure is, as a link; None if there is none.
-
-    Returns:
-        Lines of Markdown.
+    `raw` and `picture` are links to the JSON and to the figure, if there is one.
     """
     scale, results, words = report["scale"], to_results(report["cells"]), experiment.words
     lines = [] if picture is None else [f"![{words.title}, {scale} form]({picture})", ""]

@@ -22,15 +22,7 @@ SOURCE = "modules of CPython 3.11.7"
 def read_pinned_text(archive: Path = ARCHIVE) -> Documents:
     """Every module as a document, sorted by name.
 
-    Args:
-        archive: Where the text lies.
-
-    Raises:
-        DataError: It is missing, or not the text that published results are of.
-
-    Examples:
-        >>> read_pinned_text().num_bytes
-        10196243
+    A `DataError` says that the archive is missing, or not the text that published results are of.
     """
     try:
         packed = archive.read_bytes()

@@ -102,21 +102,12 @@ def run_cells(
     tell: Tell,
     afresh: bool = False,
 ) -> None:
-    """Run cells side by side, each until its record is written.
+    """Run cells side by side in this order, each until its record is written, `workers` at a time.
 
-    Args:
-        cells: What to run, in this order.
-        folder: Of the experiment.
-        devices: Where to compute; each process sees to one of them.
-        deadline: When to stop, by `time.monotonic`.
-        workers: Processes at a time on all devices together, 1 or more.
-        tell: Hears of every cell that starts or ends.
-        afresh: Each cell has a process of its own, in which nothing of the cell before is left.
-
-    Raises:
-        StoppedError: Ctrl-C or SIGTERM; an `OutOfTimeError` at the deadline.
-        MachineError: A cell could not go on, for a reason such as a full disk; the others that
-            were running are finished.
+    Each process sees to one of the devices; `afresh`, it runs one cell alone. `tell` hears of every
+    cell that starts or ends. Ctrl-C and SIGTERM are a `StoppedError`, the `deadline`, by
+    `time.monotonic`, an `OutOfTimeError`. A `MachineError` says that a cell could not go on, as
+    with a full disk; the others that were running are finished.
     """
     trouble: list[str] = []
     running: dict[str, Job] = {}

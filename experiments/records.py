@@ -38,11 +38,7 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: Path, content: Record) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        ValueError: The content holds nan or infinity, which JSON cannot.
-    """
+    """Write a file whole or not at all; nan and infinity, which JSON lacks, are refused."""
     # A line for each entry of the whole: long lists of numbers would else fill a page each.
     entries = [f"{json.dumps(key)}: {json.dumps(content[key], allow_nan=False)}" for key in content]
     text = "{\n" + ",\n".join(entries) + "\n}\n"
@@ -50,11 +46,7 @@ def write_json(path: Path, content: Record) -> None:
 
 
 def read_json(path: Path) -> Record:
-    """Read a file of results of this format.
-
-    Raises:
-        RecordError: It is damaged, or of another format; the version that wrote it is named.
-    """
+    """Read a file of results of this format, or name the version that wrote another."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -79,11 +71,7 @@ def header(cell: Cell) -> Record:
 
 
 def checked(path: Path, cell: Cell) -> Record:
-    """Read a file that belongs to a cell, finished or begun.
-
-    Raises:
-        RecordError: It is of another version or configuration; the message says which.
-    """
+    """Read a file that belongs to a cell, finished or begun; a `RecordError` says what differs."""
     record, ours = read_json(path), header(cell)
     if record.get("deltarule") != ours["deltarule"]:
         raise RecordError(

@@ -102,17 +102,8 @@ def list_experiments(run: ListRun) -> None:
 def reproduce(run: ReproduceRun) -> Path:
     """Run the cells that are not finished yet, then draw and report.
 
-    Args:
-        run: Which, and how.
-
-    Returns:
-        The folder: cells/, figure.png, results.json, report.md.
-
-    Raises:
-        ValueError: There is no such experiment, form or device, or it needs a GPU.
-        RecordError: There are results of another version or configuration.
-        MachineError: Something like a full disk; what was finished is kept.
-        KeyboardInterrupt: Ctrl-C or SIGTERM; what was finished is kept.
+    The folder that is returned has cells/, figure.png, results.json and report.md. After a
+    `MachineError`, such as a full disk, and after Ctrl-C or SIGTERM, what was finished is kept.
     """
     experiment = load_experiment(run.name)
     # Its figure comes last: what it needs should not be found missing then.
@@ -131,11 +122,7 @@ def chosen(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
 
 
 def device_for(run: ReproduceRun, experiment: Experiment, *, left: bool) -> torch.device:
-    """The device, if what is left can run there.
-
-    Raises:
-        ValueError: It cannot; the message says what would.
-    """
+    """The device, if what is left can run there; else a ValueError says what would."""
     device = choose_device(run.device)
     if left and run.scale != "laptop" and device.type != "cuda":
         other = "; --scale laptop runs without" if "laptop" in experiment.words.needs else ""
@@ -145,11 +132,7 @@ def device_for(run: ReproduceRun, experiment: Experiment, *, left: bool) -> torc
 
 
 def cells_of(run: ReproduceRun, experiment: Experiment) -> list[Cell]:
-    """The cells, on the given text if there is one.
-
-    Raises:
-        ValueError: There is no such form, or no cell of the experiment reads text.
-    """
+    """The cells, on the given text if there is one and they read text."""
     if run.scale not in experiment.words.needs:
         forms = " or ".join(f"--scale {scale}" for scale in experiment.words.needs)
         raise ValueError(f"{run.name} has no form for --scale {run.scale}, only {forms}")
@@ -270,11 +253,7 @@ class Reproduction:
 
 
 def finished_records(folder: Path, cells: list[Cell], *, retry: bool) -> dict[str, Record]:
-    """Records of an earlier run by the names of their cells; without failed ones to retry.
-
-    Raises:
-        RecordError: One is of another version or configuration.
-    """
+    """Records of an earlier run by the names of their cells; without failed ones to retry."""
     paths = {cell.name: (cell, record_path(folder, cell)) for cell in cells}
     found = {name: checked(path, cell) for name, (cell, path) in paths.items() if path.exists()}
     if retry:

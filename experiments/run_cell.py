@@ -31,10 +31,8 @@ def record_path(folder: Path, cell: Cell) -> Path:
 def run_cell(cell: Cell, folder: Path, device: torch.device) -> Record:
     """Run one cell, or go on with it, and write its record, which says why if it failed.
 
-    Raises:
-        RecordError: It was begun by another version or under another configuration.
-        InterruptedRunError: Ctrl-C or SIGTERM; a checkpoint was written.
-        OSError: Such as a full disk; so do the others of `ENVIRONMENT` pass.
+    A `RecordError` says that another version or configuration began it. An `InterruptedRunError`
+    leaves a checkpoint; it passes, and so do the errors of `ENVIRONMENT`.
     """
     began = time.monotonic()
     own = own_folder(folder, cell)

@@ -38,8 +38,7 @@ def eigenvalue(projections: Projections) -> Tensor:
 def signs(projections: Projections) -> Tensor:
     """c_t, the product of the signs of all eigenvalues up to each token, [B, T, HV].
 
-    Raises:
-        ValueError: Rows are packed, whose signs would run from one sequence into the next.
+    Packed rows are refused: signs would run from one sequence into the next.
     """
     if projections.rows.cu_seqlens is not None:
         raise ValueError("cu_seqlens must be None for signed Mamba-2: give each sequence a row")

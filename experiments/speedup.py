@@ -54,14 +54,10 @@ class SpeedupCell:
                 raise ValueError(f"lengths must divide tokens={self.tokens}, got {length}")
 
     def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
-        """Time both forms at each length.
+        """Time both forms at each length, if they compute the same.
 
-        Returns:
-            `lengths`: for each, milliseconds `chunks_forward`, `chunks_both`, `loop_forward` and
-            `loop_both`, and `difference`, the largest relative difference of an output or gradient.
-
-        Raises:
-            ValueError: The two do not compute the same.
+        `lengths`: for each, milliseconds `chunks_forward`, `chunks_both`, `loop_forward` and
+        `loop_both`, and `difference`, the largest relative difference of an output or gradient.
         """
         # The loop over tokens has one thread on a CPU, and so have the chunks.
         threads = torch.get_num_threads()

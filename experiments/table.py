@@ -17,15 +17,7 @@ EXPERIMENTS = {name: f"experiments.{name.replace('-', '_')}" for name in NAMES.s
 
 
 def load_experiment(name: str) -> Experiment:
-    """The experiment of a name.
-
-    Raises:
-        ValueError: There is none of that name.
-
-    Examples:
-        >>> load_experiment("mqar").name
-        'mqar'
-    """
+    """The experiment of a name."""
     check_known("NAME", name, EXPERIMENTS)
     module = importlib.import_module(EXPERIMENTS[name])
     folder = Path(module.__file__ or "").parent

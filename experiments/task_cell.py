@@ -38,11 +38,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskCell:
-    """One small model on one task.
-
-    Raises:
-        ValueError: There is nothing to evaluate, or the rows of a step cannot be drawn so.
-    """
+    """One small model on one task."""
 
     name: str
     task: str
@@ -87,16 +83,10 @@ class TaskCell:
     def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
         """Train, or go on from the newest checkpoint, and measure.
 
-        Returns:
-            `evaluations`: for each label what `train.labelled.measure` returns: `accuracy`,
-            `sequence_accuracy`, `prefixes` where asked for, and the task's own figures;
-            `curve`: [step, training loss, watched accuracy] of every short evaluation, the loss a
-            mean over the steps since the one before; `horizons`: in tokens, that each head of each
-            gated layer started with; `steps`, `stopped_early`, `parameters`, `training_seconds`.
-
-        Raises:
-            DivergedError: The loss is not finite.
-            InterruptedRunError: Ctrl-C; a checkpoint was written.
+        `evaluations`: for each label what `train.labelled.measure` returns; `curve`: [step,
+        training loss, watched accuracy] of every short evaluation, the loss a mean over the steps
+        since the one before; `horizons`: in tokens, that each head of each gated layer started
+        with; `steps`, `stopped_early`, `parameters`, `training_seconds`.
         """
         task = self.rows_of()
         seed_everything(self.loop.seed)

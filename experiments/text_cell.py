@@ -64,15 +64,10 @@ class TextCell:
     def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
         """Train, or go on from the newest checkpoint, and measure.
 
-        Returns:
-            `evaluations`: for each length what `measure` returns; `curve`: [step, bits per byte of
-            held-out text]; `data`: source, bytes and sha256; `horizons`: in tokens, that each head
-            of each gated layer started with; `tokens` trained on, `steps`, `parameters`,
-            `training_seconds`, `tokens_per_s`.
-
-        Raises:
-            DataError: There is no such text, or no held-out document is long enough.
-            DivergedError: The loss is not finite.
+        `evaluations`: for each length what `measure` returns; `curve`: [step, bits per byte of
+        held-out text]; `data`: source, bytes and sha256; `horizons`: in tokens, that each head of
+        each gated layer started with; `tokens` trained on, `steps`, `parameters`,
+        `training_seconds`, `tokens_per_s`.
         """
         read = read_pinned_text() if self.data is None else read_documents(self.data)
         training, held_out = (

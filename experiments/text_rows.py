@@ -44,18 +44,8 @@ def rows_at(corpus: Corpus, starts: Array, length: int) -> Rows:
 def held_out_rows(corpus: Corpus, length: int, most_bytes: int) -> Rows:
     """Rows side by side, each within one document, spread evenly over the text.
 
-    Args:
-        corpus: The held-out documents.
-        length: Tokens of a row.
-        most_bytes: At most this many in all rows together, but at least one row.
-
-    Raises:
-        DataError: No document is long enough for a row.
-
-    Examples:
-        >>> from deltarule.train.data import encode_documents
-        >>> held_out_rows(encode_documents([b"abcdefgh", b"ij"]), 3, 6).tokens.tolist()
-        [[256, 97, 98], [99, 100, 101]]
+    They have at most so many bytes together, but there is one at least; where no document is long
+    enough, a `DataError` says so.
     """
     spans = zip(corpus.bounds[:-1].tolist(), corpus.bounds[1:].tolist(), strict=True)
     starts = [start for first, last in spans for start in range(first, last - length, length)]
@@ -122,16 +112,10 @@ class TextRows:
 
 @torch.no_grad()
 def measure(model: CausalLM, rows: Rows, *, dtype: str = "float32") -> dict[str, Any]:
-    """Bits per byte of rows, each read from an empty state.
+    """Bits per byte of rows, each read from an empty state, under autocast if in "bfloat16".
 
-    Args:
-        model: A model of byte tokens, on any device.
-        rows: What to read.
-        dtype: "bfloat16" computes in it (autocast), as training does.
-
-    Returns:
-        bits_per_byte; its standard_error over the rows (None for a single one); how many rows; and
-        positions: [first, last, bits per byte] of the bytes at those places of their rows, from 1.
+    Also their standard_error over the rows (None for a single one); how many rows; and positions:
+    [first, last, bits per byte] of the bytes at those places of their rows, from 1.
     """
     device, length = model.embedding.weight.device, rows.tokens.shape[1]
     step = max(1, EVALUATED_TOKENS // length)

@@ -55,18 +55,7 @@ def text_cells(
 def equal_size(model: ModelConfig, parameters: int) -> ModelConfig:
     """The model with the MLP that brings it nearest to a number of parameters.
 
-    Args:
-        model: Everything but its mlp_size, which is replaced.
-        parameters: How many to have.
-
-    Raises:
-        ValueError: Without any MLP the model has more already.
-
-    Examples:
-        >>> model = ModelConfig(vocab_size=257, hidden_size=64, num_layers=2, num_heads=1,
-        ...                     layer_types="gated_deltanet")
-        >>> count_parameters(equal_size(model, 200_000))
-        200004
+    It is refused if it has more without any MLP.
     """
     smallest = count_parameters(dataclasses.replace(model, mlp_size=MULTIPLE))
     each = count_parameters(dataclasses.replace(model, mlp_size=2 * MULTIPLE)) - smallest

@@ -78,8 +78,7 @@ class ThroughputCell:
     def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
         """Time training steps in bfloat16, forward and backward, without an optimizer.
 
-        Returns:
-            `lengths`: for each what `time_steps` returns, or the `error` that ended it.
+        `lengths`: for each what `time_steps` returns, or the `error` that ended it.
         """
         return {"lengths": {str(n): self.time(n, str(device)) for n in self.lengths}}
 

@@ -88,11 +88,8 @@ def from_first_kernel(
 def forward(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs, and the errors e that the backward pass needs.
 
-    Args:
-        q: [B, T, H, K], contiguous like all others; K a power of two.
-        k: [B, T, H, K].
-        v: [B, T, H, V], V a multiple of 8.
-        beta: [B, T, H].
+    All are contiguous: q and k [B, T, H, K], K a power of two, v [B, T, H, V], V a multiple of 8,
+    and beta [B, T, H].
     """
     o, e = torch.empty_like(v), torch.empty_like(v, dtype=torch.float32)
     tokens, heads, key_size = q.shape[1:]

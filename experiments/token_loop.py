@@ -29,11 +29,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 
 @cache
 def library() -> ctypes.CDLL:
-    """The compiled loop.
-
-    Raises:
-        ValueError: There is no C compiler, or it fails.
-    """
+    """The compiled loop; a ValueError says that there is no C compiler, or why it fails."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise ValueError(
@@ -54,11 +50,7 @@ def library() -> ctypes.CDLL:
 def forward(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs, and the errors e that the backward pass needs.
 
-    Args:
-        q: [B, T, H, K], float32 on the CPU like all others.
-        k: [B, T, H, K].
-        v: [B, T, H, V].
-        beta: [B, T, H].
+    All are float32 on the CPU: q and k [B, T, H, K], v [B, T, H, V], beta [B, T, H].
     """
     o, e = torch.empty_like(v), torch.empty_like(v)
     call("forward", q, v, [q, k, v, beta, o, e])
