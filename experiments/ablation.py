@@ -45,12 +45,7 @@ def draw(form: Form, results: list[Result], path: Path) -> None:
 
 
 def short(title: str) -> str:
-    """A title in two lines that fit below a point.
-
-    Examples:
-        >>> short("no convolution")
-        'no\\nconv.'
-    """
+    """A title in two lines that fit below a point."""
     words = title.replace("convolution", "conv.").replace("output ", "")
     return words.replace(" ", "\n", 1)
 

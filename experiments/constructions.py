@@ -83,10 +83,6 @@ def reflections(matrix: Matrix) -> list[Matrix]:
 
     The reflection along M v - v takes M v back to v and leaves alone what M left alone, so that
     each vector of a basis needs one at most.
-
-    Examples:
-        >>> [k.round(2).tolist() for k in reflections(np.array([[0.0, 1.0], [1.0, 0.0]]))]
-        [[-0.71, 0.71]]
     """
     keys = []
     for index in range(len(matrix)):
@@ -109,13 +105,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Construction:
-    """Keys and write strengths for each element of a group.
-
-    Examples:
-        >>> construction = Construction("S_3", "permutations")
-        >>> construction.n_steps, construction.run(np.array([1, 2, 1])).products.tolist()
-        (2, [1, 4, 5])
-    """
+    """Keys and write strengths for each element of a group."""
 
     group: Group
     action: Action

@@ -73,10 +73,5 @@ class Experiment:
 
 
 def finished(results: Sequence[Result]) -> list[Result]:
-    """Those that did not fail.
-
-    Examples:
-        >>> finished([Result("a", {}, {}, "DivergedError: at step 9")])
-        []
-    """
+    """Those that did not fail."""
     return [result for result in results if result.error is None]

@@ -92,12 +92,7 @@ class Curve:
     def through(
         cls, label: str, points: Mapping[Any, Sequence[float]], *, look: str | None = None
     ) -> "Curve":
-        """The mean of the values at each place, such as those of several seeds, and their range.
-
-        Examples:
-            >>> Curve.through("deltanet", {64: [0.5, 1.0]}).y
-            [0.75]
-        """
+        """The mean of the values at each place, such as those of several seeds, and their range."""
         values = points.values()
         return cls(
             label, list(points), [*map(statistics.fmean, values)], low=[*map(min, values)],
@@ -161,12 +156,7 @@ def draw_curves(panels: Sequence[Panel], path: Path, *, title: str, columns: int
 
 
 def looks_of(curves: Sequence[Curve]) -> dict[str, Look]:
-    """The look of each label: a system's own, or the next of those for settings.
-
-    Examples:
-        >>> looks_of([Curve("n = 1", [], []), Curve("deltanet", [], [])])["n = 1"].mark
-        'o'
-    """
+    """The look of each label: a system's own, or the next of those for settings."""
     looks, free = dict[str, Look](), itertools.cycle(LOOKS)
     for curve in curves:
         if curve.label in looks:
@@ -178,12 +168,7 @@ def looks_of(curves: Sequence[Curve]) -> dict[str, Look]:
 
 
 def title_of(label: str) -> str:
-    """What a figure and a table call a system; any other text as it is.
-
-    Examples:
-        >>> title_of("gated_deltanet"), title_of("gla-no-conv"), title_of("n = 2")
-        ('Gated DeltaNet', 'GLA, no convolution', 'n = 2')
-    """
+    """What a figure and a table call a system; any other text as it is."""
     if label.endswith(BARE):
         return f"{title_of(label.removesuffix(BARE))}, no convolution"
     if label in SHORT:

@@ -142,13 +142,7 @@ def board_of(made: Columns, results: list[Result]) -> Board:
 
 
 def bands(ranked: list[Scored]) -> dict[str, int]:
-    """The band of each system: one begins where the best seed is clearly below the last leader's.
-
-    Examples:
-        >>> a, b = Scored("a", [0.9, 1], False), Scored("b", [0.95, 0.8], False)
-        >>> bands([a, b, Scored("c", [0.7, 0.1], False)])
-        {'a': 1, 'b': 1, 'c': 2}
-    """
+    """The band of each system: one begins where the best seed is clearly below the leader's."""
     told: dict[str, int] = {}
     band, worst = 0, math.inf
     for one in ranked:

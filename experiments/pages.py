@@ -124,12 +124,7 @@ def share(report: Record, names: Sequence[str]) -> str:
 
 
 def patterns(names: Sequence[str], done: Collection[str]) -> list[str]:
-    """What `--only` takes to run the cells that are not done, and no other.
-
-    Examples:
-        >>> patterns(["a-s0", "b-s0", "c-d-0", "c-d-1", "a-s1", "b-s1", "e-s1"], ["a-s0"])
-        ['*-s1', 'c-*', 'b-s0']
-    """
+    """What `--only` takes to run the cells that are not done, and no other."""
     left = dict.fromkeys(name for name in names if name not in done)
     wide = [pattern for name in left for pattern in wider(name)]
     meant = {pattern: set(fnmatch.filter(names, pattern)) for pattern in wide}
@@ -177,12 +172,7 @@ def listed(numbers: list[int]) -> str:
 
 
 def seeds_of(value: Any) -> Iterator[int]:
-    """Every number that stands under `seed` or `seeds` in a cell.
-
-    Examples:
-        >>> list(seeds_of({"loop": {"seed": 3}, "seeds": [4, 5]}))
-        [3, 4, 5]
-    """
+    """Every number that stands under `seed` or `seeds` in a cell."""
     if not isinstance(value, dict):
         return
     for name, inner in value.items():

@@ -12,12 +12,7 @@ from experiments.pinned_text import read_pinned_text
 
 @cache
 def pinned_prose(split: Split) -> Prose:
-    """The docstrings' sentences of one part of the pinned text.
-
-    Examples:
-        >>> len(pinned_prose("validation").sentences)
-        876
-    """
+    """The docstrings' sentences of one part of the pinned text."""
     return prose_of(read_pinned_text().documents, split)
 
 

@@ -74,14 +74,7 @@ class Ending(NamedTuple):
 
 
 def devices_of(device: torch.device, count: int) -> list[torch.device]:
-    """The devices that cells are spread over: all `count` GPUs, unless it is a certain one.
-
-    Examples:
-        >>> devices_of(torch.device("cuda"), 2)
-        [device(type='cuda', index=0), device(type='cuda', index=1)]
-        >>> devices_of(torch.device("cuda:1"), 2)
-        [device(type='cuda', index=1)]
-    """
+    """The devices that cells are spread over: all `count` GPUs, unless it is a certain one."""
     if device.type != "cuda" or device.index is not None:
         return [device]
     return [torch.device("cuda", index) for index in range(count)]

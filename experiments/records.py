@@ -26,13 +26,7 @@ class RecordError(ValueError):
 
 
 def plain(value: Any) -> Any:
-    """A dataclass as JSON gives it back: tuples are lists.
-
-    Examples:
-        >>> from experiments.task_cell import Curriculum
-        >>> plain((Curriculum(4, 8, 0.25),))
-        [{'start': 4, 'end': 8, 'threshold': 0.25}]
-    """
+    """A dataclass as JSON gives it back: tuples are lists."""
     whole = dataclasses.asdict if dataclasses.is_dataclass(value) else lambda given: given
     return json.loads(json.dumps(whole(value), default=dataclasses.asdict))
 
@@ -89,13 +83,7 @@ def checked(path: Path, cell: Cell) -> Record:
 
 
 def completed(told: Any, ours: Any) -> Any:
-    """A configuration from a file, with the defaults of fields that are newer than the file.
-
-    Examples:
-        >>> from experiments.task_cell import Curriculum
-        >>> completed({"start": 4, "end": 8}, Curriculum(4, 8, 0.25))
-        {'start': 4, 'end': 8}
-    """
+    """A configuration from a file, with the defaults of fields that are newer than the file."""
     if isinstance(told, dict) and dataclasses.is_dataclass(ours):
         newer = [field for field in dataclasses.fields(ours) if field.name not in told]
         known = {name: completed(of, getattr(ours, name, None)) for name, of in told.items()}
@@ -131,12 +119,7 @@ def to_results(records: Sequence[Record]) -> list[Result]:
 
 
 def machine(device: torch.device) -> str:
-    """What computes, in words.
-
-    Examples:
-        >>> "core" in machine(torch.device("cpu"))
-        True
-    """
+    """What computes, in words."""
     cores = os.cpu_count()
     processor = f"{processor_name()}, {cores} core{'' if cores == 1 else 's'}"
     if device.type == "cuda":

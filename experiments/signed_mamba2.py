@@ -81,13 +81,7 @@ RULE = replace(
 
 
 class SignedMamba2(Mamba2):
-    """Mamba-2 with eigenvalues in [-1, 1] and the same parameters.
-
-    Examples:
-        >>> y, state = SignedMamba2(32, num_heads=1, num_v_heads=4)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 4, 16, 128])
-    """
+    """Mamba-2 with eigenvalues in [-1, 1] and the same parameters."""
 
     rule = RULE
 

@@ -28,14 +28,7 @@ class Rows(NamedTuple):
 
 
 def rows_at(corpus: Corpus, starts: Array, length: int) -> Rows:
-    """The rows that start at these tokens.
-
-    Examples:
-        >>> from deltarule.train.data import encode_documents
-        >>> rows_at(encode_documents([b"abcd"]), np.array([0, 2]), 2).targets
-        tensor([[ 97,  98],
-                [ 99, 100]])
-    """
+    """The rows that start at these tokens."""
     rows = [corpus.tokens[start : start + length + 1] for start in starts.tolist()]
     tokens = torch.from_numpy(np.stack(rows).astype(int))
     return Rows(tokens[:, :-1], tokens[:, 1:])

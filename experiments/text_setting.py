@@ -23,12 +23,7 @@ MULTIPLE = 8
 
 
 def text_model(layer_types: str, size: Size) -> ModelConfig:
-    """A model of one mixer or pattern, with all that is not named here at the mixer's default.
-
-    Examples:
-        >>> text_model("gated_deltanet_h1", "laptop").layer_types
-        ('gated_deltanet', 'sliding_window')
-    """
+    """A model of one mixer or pattern, with all that is not named here at the mixer's default."""
     return ModelConfig(vocab_size=VOCAB_SIZE, layer_types=layer_types, **SIZES[size]["model"])
 
 

@@ -44,12 +44,7 @@ class Words(NamedTuple):
 
 
 def read_words(name: str, folder: Path = HERE) -> Words:
-    """The words of the experiment of this name.
-
-    Examples:
-        >>> read_words("groups").needs["gpu"]
-        '30 cells, 4 minutes on two H200 with --workers 30'
-    """
+    """The words of the experiment of this name."""
     text = (folder / "words" / f"{name}.md").read_text(encoding="utf-8")
     top, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
     title, shows, source, needs = top.strip().split("\n\n")
@@ -81,12 +76,7 @@ def one_line(text: str) -> str:
 
 
 def figures(table: str) -> dict[str, dict[Any, float]]:
-    """The numbers of a table by row and column; a dash is none.
-
-    Examples:
-        >>> figures("| | 64 | far |\\n|---|---|---|\\n| gla | 0.22 | - |")
-        {'gla': {64: 0.22}}
-    """
+    """The numbers of a table by row and column; a dash is none."""
     lines = [line for line in table.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     names = [int(name) if name.isdigit() else name for name in rows[0][1:]] if rows else []
@@ -98,12 +88,7 @@ def figures(table: str) -> dict[str, dict[Any, float]]:
 
 
 def read_settings(name: str, folder: Path = HERE) -> dict[Any, Form]:
-    """The forms of the experiment of this name.
-
-    Examples:
-        >>> read_settings("groups")["gpu"]["loop"]["steps"]
-        3000
-    """
+    """The forms of the experiment of this name."""
     path = folder / "settings" / f"{name}.toml"
     forms: dict[Any, Form] = tomllib.loads(path.read_text(encoding="utf-8"))
     common = forms.pop("all", {})
@@ -111,12 +96,7 @@ def read_settings(name: str, folder: Path = HERE) -> dict[Any, Form]:
 
 
 def merged(common: Any, own: Any) -> Any:
-    """The own value, or of two tables the entries of both.
-
-    Examples:
-        >>> merged({"loop": {"keep": 1, "steps": 9}}, {"loop": {"steps": 5}})
-        {'loop': {'keep': 1, 'steps': 5}}
-    """
+    """The own value, or of two tables the entries of both."""
     if isinstance(common, dict) and isinstance(own, dict):
         return common | {key: merged(common.get(key), value) for key, value in own.items()}
     return own

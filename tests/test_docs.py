@@ -24,9 +24,11 @@ def needs_no_missing_extra(name: str) -> bool:
 
 
 def modules() -> list[str]:
-    """Names of the library's modules that hold an example."""
-    files = [file for file in sorted(SOURCE.rglob("*.py")) if ">>> " in file.read_text()]
-    names = [".".join(file.relative_to(SOURCE).with_suffix("").parts) for file in files]
+    """Names of the modules that hold an example, of the library and beside it."""
+    roots = {SOURCE: SOURCE, ROOT / "experiments": ROOT, ROOT / "bench": ROOT}
+    files = [(file, above) for root, above in roots.items() for file in sorted(root.rglob("*.py"))]
+    held = [(file, above) for file, above in files if ">>> " in file.read_text()]
+    names = [".".join(file.relative_to(above).with_suffix("").parts) for file, above in held]
     names = [name.removesuffix(".__init__") for name in names]
     return list(filter(needs_no_missing_extra, names))
 
