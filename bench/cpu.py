@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from bench import measure, peers, results
 from bench.markdown import markdown
 from bench.measure import Operator
+from deltarule.doctor.bars import relative_rms
 from deltarule.ops import delta_rule
 from deltarule.ops.dispatch import Impl
 
@@ -128,9 +129,7 @@ def error_of_each(
     errors = {}
     for side, operator in sides.items():
         results = _named(*measure.forward_backward(operator, inputs, grad_output))
-        errors[side] = {
-            name: measure.relative_error(x, reference[name]) for name, x in results.items()
-        }
+        errors[side] = {name: relative_rms(x, reference[name]) for name, x in results.items()}
     return errors
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench import adapters, timing
 from bench.cases import OPERATIONS, Operation, Shape, Tensors, draw
-from bench.measure import relative_error
+from deltarule.doctor.bars import relative_rms
 from deltarule.ops.delta_rule import definition
 from deltarule.processes import gpu_is_lost
 
@@ -152,7 +152,7 @@ def error_case(case: Row, setting: Setting) -> Row:
     def errors(with_gradients: bool) -> Row:
         exact = results(partial(reference, operation), widened(inputs), with_gradients)
         found = results(partial(through, side), inputs, with_gradients)
-        return {name: relative_error(found[name], exact[name]) for name in exact if name in found}
+        return {name: relative_rms(found[name], exact[name]) for name in exact if name in found}
 
     if not backward:
         return {"errors": errors(with_gradients=False)}

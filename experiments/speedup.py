@@ -14,7 +14,8 @@ from torch import Tensor
 
 from bench import timing
 from bench.markdown import markdown_table
-from bench.measure import interleaved_seconds, relative_error
+from bench.measure import interleaved_seconds
+from deltarule.doctor.bars import relative_rms
 from deltarule.ops import delta_rule
 from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves
@@ -70,7 +71,7 @@ class SpeedupCell:
     def time(self, length: int, device: torch.device) -> dict[str, float]:
         inputs, grad = self.draw(length, device)
         runs = passes(inputs, grad, device.type)
-        difference = max(map(relative_error, runs["loop_both"](), runs["chunks_both"]()))
+        difference = max(map(relative_rms, runs["loop_both"](), runs["chunks_both"]()))
         if not difference < MOST_DIFFERENT[device.type]:
             raise ValueError(
                 f"the loop and the chunks must compute the same, and differ by {difference:.1e} at "

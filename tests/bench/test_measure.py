@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from bench import measure
@@ -43,8 +42,3 @@ def test_gradients_belong_to_their_inputs():
     )
     assert output == 15
     assert gradients == {"x": torch.tensor(10.0), "y": torch.tensor(6.0)}
-
-
-def test_relative_error():
-    reference = torch.full((4,), 2.0, dtype=torch.float64)
-    assert measure.relative_error(torch.full((4,), 2.5), reference) == pytest.approx(0.25)
