@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from deltarule.nearest import check_known
+
 Tensors = dict[str, Tensor]
 
 
@@ -105,6 +107,5 @@ def free_erase(direction: Tensor, strength: Tensor) -> Tensors:
 def pick(given: tuple[str, ...], known: dict[str, Any], flag: str) -> list[str]:
     """The names asked for, or all; an unknown one is an error that lists what there is."""
     for name in given:
-        if name not in known:
-            raise ValueError(f"{flag} {name}: there is none; known: {', '.join(known)}")
+        check_known(flag, name, known)
     return list(given or known)

@@ -16,6 +16,7 @@ from bench.figure import draw_figure
 from bench.report import timings
 from bench.table import show
 from bench.worker import Setting, attempt
+from deltarule.nearest import check_known
 from deltarule.ops.dispatch import Impl
 from deltarule.processes import each_apart
 
@@ -91,13 +92,11 @@ def bench_model(run: ModelBenchRun) -> None:
     """Run the benchmark of the language model."""
     tokens = dict(model.BATCHES)
     for batch in run.batch:
-        if batch not in tokens:
-            raise ValueError(f"--batch {batch}: known are {', '.join(map(str, tokens))}")
+        check_known("--batch", str(batch), [*map(str, tokens)])
     cases = [{"kind": "model", "batch": batch, "tokens": tokens[batch]} for batch in run.batch]
     peers = chosen_peers(run.peer, model.PEERS[1:])
     for peer in peers:
-        if peer not in model.PEERS:
-            raise ValueError(f"--peer {peer}: only {' and '.join(model.PEERS)} have a model here")
+        check_known("--peer", peer, model.PEERS)
     need_gpu()
     measure(dict.fromkeys(peers, cases), "auto", GPU_REPEATS, run.limit, run.output)
     print(f"\nraw figures: {run.output}")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bench import timing
 from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss
+from deltarule.nearest import check_known
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -34,8 +35,7 @@ def time_model(case: dict[str, Any], peer: str, device: str) -> dict[str, Any]:
 
     The case has `batch`, `tokens`, and `sizes` of the model if they are not those of the 1.3 B.
     """
-    if peer not in PEERS:
-        raise ValueError(f"peer must be one of {', '.join(PEERS)}, got {peer!r}")
+    check_known("peer", peer, PEERS)
     sizes = SIZES | case.get("sizes", {})
     config = ModelConfig(layer_types="deltanet", tie_embeddings=False, **sizes)
     if peer == "fla":

@@ -27,7 +27,7 @@ def test_without_a_gpu_it_says_so(words, capsys):
         (["bench", "--peer", "flo"], "fla"),
         (["bench", "--shape", "9x"], "8x4096-h16"),
         (["bench", "model", "--batch", "3"], "16, 8, 2"),
-        (["bench", "model", "--peer", "flashinfer"], "deltarule and fla"),
+        (["bench", "model", "--peer", "flashinfer"], "deltarule, fla"),
     ],
 )
 def test_an_unknown_name_is_answered_with_those_that_exist(words, named, capsys):
