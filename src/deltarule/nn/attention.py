@@ -33,26 +33,18 @@ from deltarule.ops.context.rows import all_rows
 from deltarule.shapes import Hidden
 
 FULL = System(
-    name="attention",
-    title="Softmax attention",
-    operator="softmax",
-    recurrence="(K, V) = ((K, k), (V, v))",
-    read_out="o = V softmax(K^T q / sqrt(K))",
-    decay="none",
-    erase="none",
+    name="attention", title="Softmax attention", operator="softmax", decay="none", erase="none",
+    state_size="T H (K + V)",
+    recurrence="(K, V) = ((K, k), (V, v))", read_out="o = V softmax(K^T q / sqrt(K))",
     objective="sum_j exp(q . k_j / sqrt(K)) |o - v_j|^2, exactly",
     source="arXiv 1706.03762, section 3.2 (the slides multiply by the mask; it must be added)",
-    state_size="T H (K + V)",
     forms="cache, parallel, GPU kernel of PyTorch",
-)
+)  # fmt: skip
 WINDOW = replace(
-    FULL,
-    name="sliding_window",
-    title="Sliding-window attention",
+    FULL, name="sliding_window", title="Sliding-window attention", state_size="W H (K + V)",
     recurrence="(K, V) = the last W of ((K, k), (V, v))",
     source="arXiv 2004.05150, section 3.1; window and token counted together",
-    state_size="W H (K + V)",
-)
+)  # fmt: skip
 # Names in a model's config, where `attention_` tells them from those of recurrent layers.
 OPTIONS = {
     "attention_head_dim": "head_dim", "attention_qk_norm": "qk_norm",

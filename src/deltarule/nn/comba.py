@@ -49,29 +49,20 @@ def fed_back(projections: Projections, q: Tensor, k: Tensor, p: Tensor) -> Argum
 
 
 RULE = Rule(
-    name="comba",
-    title="Comba",
-    operator="dplr",
-    recurrence="S = S (a - beta p k^T) + beta v k^T",
-    read_out="o = S (q - D k)",
-    decay="head",
-    erase="free",
+    name="comba", title="Comba", operator="dplr", decay="head", erase="free",
+    recurrence="S = S (a - beta p k^T) + beta v k^T", read_out="o = S (q - D k)",
     objective="|S - a S'|^2 - 2 <S k, beta (v - S' p)>",
     source="arXiv 2506.02475, eq. 5",
     arguments=arguments,
-)
+)  # fmt: skip
 
 RELEASED = replace(
-    RULE,
-    name="comba_released",
-    title="Comba (released)",
-    recurrence="S = S (a - beta k k^T) + beta v k^T",
-    read_out="o = S unit(q - D p)",
+    RULE, name="comba_released", title="Comba (released)", page="comba",
+    recurrence="S = S (a - beta k k^T) + beta v k^T", read_out="o = S unit(q - D p)",
     objective="|S - a S'|^2 - 2 <S k, beta (v - S' k)>",
     source="arXiv 2506.02475, the authors' released layer",
-    page="comba",
     arguments=released_arguments,
-)
+)  # fmt: skip
 
 
 class Comba(GatedDeltaNet):

@@ -10,27 +10,21 @@ from deltarule.nn import deltanet, gated_deltanet
 from deltarule.nn.rule import Rule
 
 RULE = Rule(
-    name="delta_product",
-    title="DeltaProduct",
+    name="delta_product", title="DeltaProduct", decay="none", erase="tied",
     recurrence="S = S (I - beta_j k_j k_j^T) + beta_j v_j k_j^T, j = 1..n",
-    decay="none",
-    erase="tied",
     objective="|S k_j - v_j|^2 / 2, one gradient step for each j",
     source="arXiv 2502.10297, section 3 (slides print the steps in the wrong order)",
     arguments=deltanet.arguments,
-)
+)  # fmt: skip
 
 
 GATED_RULE = replace(
-    RULE,
-    name="gated_delta_product",
-    title="Gated DeltaProduct",
+    RULE, name="gated_delta_product", title="Gated DeltaProduct", decay="head",
     recurrence="S = a S, then S = S (I - beta_j k_j k_j^T) + beta_j v_j k_j^T, j = 1..n",
-    decay="head",
     objective="|S k_j - v_j|^2 / 2 from a S', one gradient step for each j",
     source="arXiv 2502.10297, section 3",
     arguments=gated_deltanet.arguments,
-)
+)  # fmt: skip
 
 
 class DeltaProduct(deltanet.DeltaNet):

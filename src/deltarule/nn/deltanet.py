@@ -20,15 +20,12 @@ def arguments(projections: Projections, decays: bool = False) -> Arguments:
 
 
 RULE = Rule(
-    name="deltanet",
-    title="DeltaNet",
+    name="deltanet", title="DeltaNet", decay="none", erase="tied",
     recurrence="S = S (I - beta k k^T) + beta v k^T",
-    decay="none",
-    erase="tied",
     objective="|S k - v|^2 / 2, one gradient step of size beta",
     source="arXiv 2406.06484, section 2.2 (its eq. 10 prints I - tril for I + tril)",
     arguments=arguments,
-)
+)  # fmt: skip
 
 
 class DeltaNet(DeltaMixer):

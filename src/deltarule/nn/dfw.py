@@ -26,17 +26,12 @@ def arguments(
 
 
 SYSTEM = System(
-    name="dfw",
-    title="Decaying fast weights",
-    operator="selective_scan",
-    recurrence="S = Diag(b) S Diag(a) + v k^T",
-    read_out="o = S q",
-    decay="element",
-    erase="none",
+    name="dfw", title="Decaying fast weights", operator="selective_scan", decay="element",
+    erase="none", state_size="HV V K",
+    recurrence="S = Diag(b) S Diag(a) + v k^T", read_out="o = S q",
     objective="|S - Diag(b) S' Diag(a)|^2 - 2 <S k, v>",
     source="arXiv 2210.04243, section 4; table 4 of arXiv 2406.06484",
-    state_size="HV V K",
-)
+)  # fmt: skip
 
 
 # sigmoid(4) = 0.98: most of the state outlives a token at first.

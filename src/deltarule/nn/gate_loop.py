@@ -65,17 +65,12 @@ def turned_before(context: Context, turns: Tensor, given: Tensor) -> Tensor:
 
 
 RULE = Rule(
-    name="gate_loop",
-    title="GateLoop",
-    recurrence="H = H * (a e^{i w})^T + v k^T",
-    read_out="o = Re(H q)",
-    decay="channel",
-    erase="none",
+    name="gate_loop", title="GateLoop", decay="channel", erase="none", state_size="2 HV V K + HV K",
+    recurrence="H = H * (a e^{i w})^T + v k^T", read_out="o = Re(H q)",
     objective="|H - H' * (a e^{i w})^T|^2 - 2 Re <H k, v>",
     source="arXiv 2311.01927, section 3",
-    state_size="2 HV V K + HV K",
     arguments=arguments,
-)
+)  # fmt: skip
 
 
 class GateLoop(DeltaMixer):

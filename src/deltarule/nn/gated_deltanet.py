@@ -15,15 +15,12 @@ def arguments(projections: Projections) -> Arguments:
 
 
 RULE = Rule(
-    name="gated_deltanet",
-    title="Gated DeltaNet",
+    name="gated_deltanet", title="Gated DeltaNet", decay="head", erase="tied",
     recurrence="S = a S (I - beta k k^T) + beta v k^T",
-    decay="head",
-    erase="tied",
     objective="|S - a S'|^2 - 2 <S k, beta (v - a S' k)>",
     source="arXiv 2412.06464, eq. 10",
     arguments=arguments,
-)
+)  # fmt: skip
 
 
 class GatedDeltaNet(deltanet.DeltaNet):

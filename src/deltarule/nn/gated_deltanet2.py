@@ -32,16 +32,13 @@ def arguments(projections: Projections) -> Arguments:
 
 
 RULE = Rule(
-    name="gated_deltanet2",
-    title="Gated DeltaNet-2",
-    operator="dplr",
-    recurrence="S = S Diag(a) (I - (b * k) k^T) + (w * v) k^T",
-    decay="channel",
+    name="gated_deltanet2", title="Gated DeltaNet-2", operator="dplr", decay="channel",
     erase="free",
+    recurrence="S = S Diag(a) (I - (b * k) k^T) + (w * v) k^T",
     objective="|S - S' Diag(a)|^2 - 2 <S k, w * v - S' Diag(a) (b * k)>",
     source="arXiv 2605.22791, section 3",
     arguments=arguments,
-)
+)  # fmt: skip
 
 
 class GatedDeltaNet2(KDA):

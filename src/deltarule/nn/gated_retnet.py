@@ -10,15 +10,11 @@ from torch import nn
 from deltarule.nn import gla, retnet
 
 RULE = replace(
-    retnet.RULE,
-    name="gated_retnet",
-    title="Gated RetNet",
+    retnet.RULE, name="gated_retnet", title="Gated RetNet", decay="head", page="retnet",
     recurrence="S = g S + v k^T",
-    decay="head",
     source="arXiv 2405.05254, section 3.1",
-    page="retnet",
     arguments=gla.arguments,
-)
+)  # fmt: skip
 
 
 class GatedRetNet(retnet.RetNet):

@@ -32,19 +32,12 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
 
 
 RULE = Rule(
-    name="gated_rfa",
-    title="Gated RFA",
-    recurrence="S = g S + (1 - g) v k^T, z = g z + (1 - g) k",
-    read_out="o = S q / (z^T q)",
-    decay="head",
-    erase="none",
+    name="gated_rfa", title="Gated RFA", decay="head", erase="none", state_size="HV (V + 1) 2K",
+    recurrence="S = g S + (1 - g) v k^T, z = g z + (1 - g) k", read_out="o = S q / (z^T q)",
     objective="|S - g S'|^2 - 2 <S k, (1 - g) v>",
     source="arXiv 2103.02143, section 3.2",
-    state_size="HV (V + 1) 2K",
-    arguments=arguments,
-    read_out_function=read_out,
-    normalizer=True,
-)
+    arguments=arguments, read_out_function=read_out, normalizer=True,
+)  # fmt: skip
 
 
 class GatedRFA(DeltaMixer):

@@ -20,15 +20,12 @@ def arguments(projections: Projections) -> Arguments:
 
 
 RULE = Rule(
-    name="gla",
-    title="Gated Linear Attention",
+    name="gla", title="Gated Linear Attention", decay="channel", erase="none",
     recurrence="S = S Diag(a) + v k^T",
-    decay="channel",
-    erase="none",
     objective="|S - S' Diag(a)|^2 - 2 <S k, v>",
     source="arXiv 2312.06635, eq. 3 and section 4.4",
     arguments=arguments,
-)
+)  # fmt: skip
 
 
 DECAY_RANK = 16

@@ -26,16 +26,11 @@ from deltarule.nn.rule import System
 from deltarule.nn.vector_mixer import VectorMixer
 
 SYSTEM = System(
-    name="hgrn",
-    title="HGRN",
-    operator="selective_scan",
-    recurrence="h = a * e^{i theta} * h + (1 - a) * c",
-    read_out="o = (Re h, Im h)",
-    decay="element",
-    erase="none",
-    source="arXiv 2311.04823, section 3",
+    name="hgrn", title="HGRN", operator="selective_scan", decay="element", erase="none",
     state_size="HV V",
-)
+    recurrence="h = a * e^{i theta} * h + (1 - a) * c", read_out="o = (Re h, Im h)",
+    source="arXiv 2311.04823, section 3",
+)  # fmt: skip
 BASE = 10000.0
 
 

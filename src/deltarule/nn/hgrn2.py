@@ -24,15 +24,12 @@ def arguments(projections: Projections) -> Arguments:
 
 
 RULE = Rule(
-    name="hgrn2",
-    title="HGRN-2",
+    name="hgrn2", title="HGRN-2", decay="channel", erase="none",
     recurrence="S = S Diag(a) + v (1 - a)^T",
-    decay="channel",
-    erase="none",
     objective="|S - S' Diag(a)|^2 - 2 <S (1 - a), v>",
     source="arXiv 2404.07904, section 3",
     arguments=arguments,
-)
+)  # fmt: skip
 
 
 class HGRN2(LowerBounds, DeltaMixer):

@@ -46,27 +46,18 @@ def implicit_filter(layers: list[Tensor], frequency: Tensor, rate: Tensor, size:
 
 
 MULTI_HEAD = System(
-    name="multi_head_hyena",
-    title="Multi-head Hyena",
-    operator="long_convolution",
-    recurrence="S = h_0 v k^T + h_1 v' k'^T + h_2 v'' k''^T + ..",
-    read_out="o = S q + d (q . k) v",
-    decay="none",
-    erase="none",
+    name="multi_head_hyena", title="Multi-head Hyena", operator="long_convolution", decay="none",
+    erase="none", page="hyena", state_size="HV (L - 1) (K + V)",
+    recurrence="S = h_0 v k^T + h_1 v' k'^T + h_2 v'' k''^T + ..", read_out="o = S q + d (q . k) v",
     source="arXiv 2310.18780, section 4",
-    state_size="HV (L - 1) (K + V)",
     forms="recurrent, halves by FFT",
-    page="hyena",
-)
+)  # fmt: skip
 SYSTEM = replace(
-    MULTI_HEAD,
-    name="hyena",
-    title="Hyena",
+    MULTI_HEAD, name="hyena", title="Hyena", state_size="2 HV (L - 1) V",
     recurrence="s = h_0 * k * v + h_1 * k' * v' + h_2 * k'' * v'' + ..",
     read_out="o = q * (s + d * k * v)",
     source="arXiv 2302.10866, section 3, order 2",
-    state_size="2 HV (L - 1) V",
-)
+)  # fmt: skip
 
 
 class MultiHeadHyena(Mixer):

@@ -19,15 +19,12 @@ from deltarule.nn.options import REASONS
 from deltarule.nn.rule import Rule
 
 RULE = Rule(
-    name="kda",
-    title="Kimi Delta Attention",
+    name="kda", title="Kimi Delta Attention", decay="channel", erase="tied",
     recurrence="S = S Diag(a) (I - beta k k^T) + beta v k^T",
-    decay="channel",
-    erase="tied",
     objective="|S - S' Diag(a)|^2 - 2 <S k, beta (v - S' Diag(a) k)>",
     source="arXiv 2510.26692, section 3",
     arguments=arguments,
-)
+)  # fmt: skip
 
 
 class KDA(DeltaNet):

@@ -33,15 +33,12 @@ def arguments(projections: Projections) -> Arguments:
 
 
 RULE = Rule(
-    name="lightning",
-    title="Lightning Attention",
+    name="lightning", title="Lightning Attention", decay="constant", erase="none",
     recurrence="S = g_h S + v k^T",
-    decay="constant",
-    erase="none",
     objective="|S - g S'|^2 - 2 <S k, v>",
     source="arXiv 2401.04658, section 3; slopes as released with it and with MiniMax-01",
     arguments=arguments,
-)
+)  # fmt: skip
 
 
 class Lightning(DeltaMixer):

@@ -26,16 +26,12 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
 
 
 RULE = Rule(
-    name="linear_attention",
-    title="Linear attention",
+    name="linear_attention", title="Linear attention", decay="none", erase="none",
     recurrence="S = S + v k^T",
-    decay="none",
-    erase="none",
     objective="-<S k, v>, one gradient step of size 1",
     source="arXiv 2006.16236, eq. 16 to 20",
-    arguments=arguments,
-    read_out_function=read_out,
-)
+    arguments=arguments, read_out_function=read_out,
+)  # fmt: skip
 
 
 class LinearAttention(DeltaMixer):

@@ -31,15 +31,12 @@ def arguments(projections: Projections) -> Arguments:
 
 
 RULE = Rule(
-    name="longhorn",
-    title="Longhorn (per head)",
+    name="longhorn", title="Longhorn (per head)", decay="none", erase="tied",
     recurrence="S = S (I - e k k^T) + e v k^T",
-    decay="none",
-    erase="tied",
     objective="|S - S'|^2 + b |S k - v|^2, exactly",
     source="arXiv 2407.14207, theorem 3.1, one b for each head instead of one for each channel",
     arguments=arguments,
-)
+)  # fmt: skip
 
 
 def released_arguments(
@@ -53,17 +50,12 @@ def released_arguments(
 
 
 RELEASED = System(
-    name="longhorn_released",
-    title="Longhorn (released)",
-    operator="selective_scan",
-    recurrence="S = S * (1 - e (k * k)^T) + (e * v) k^T",
-    read_out="o = S q + D * v",
-    decay="none",
-    erase="tied",
+    name="longhorn_released", title="Longhorn (released)", operator="selective_scan", decay="none",
+    erase="tied", state_size="HV V K",
+    recurrence="S = S * (1 - e (k * k)^T) + (e * v) k^T", read_out="o = S q + D * v",
     objective="|S - S'|^2 + |S k - v|^2_b, then the diagonal of the step",
     source="arXiv 2407.14207, section 3.2 and the authors' released layer",
-    state_size="HV V K",
-)
+)  # fmt: skip
 
 
 class Longhorn(DeltaNet):

@@ -21,16 +21,11 @@ from deltarule.nn.rule import System
 from deltarule.nn.vector_mixer import VectorMixer
 
 SYSTEM = System(
-    name="lru",
-    title="LRU",
-    operator="selective_scan",
-    recurrence="h = lambda * h + gamma * (B u)",
-    read_out="o = Re(C h) + D * u",
-    decay="element",
-    erase="none",
-    source="arXiv 2303.06349, section 3",
+    name="lru", title="LRU", operator="selective_scan", decay="element", erase="none",
     state_size="2 HV K",
-)
+    recurrence="h = lambda * h + gamma * (B u)", read_out="o = Re(C h) + D * u",
+    source="arXiv 2303.06349, section 3",
+)  # fmt: skip
 # An eigenvalue of zero, or of one, has no logarithm of its logarithm.
 SMALLEST = 1e-4
 

@@ -27,25 +27,17 @@ def arguments(
 
 
 SYSTEM = System(
-    name="mamba1",
-    title="Mamba",
-    operator="selective_scan",
-    recurrence="S = S * exp(-(dt 1^T) * exp(A_log)) + (dt * v) k^T",
-    read_out="o = S q + D * v",
-    decay="element",
-    erase="none",
-    source="arXiv 2312.00752, algorithm 2 and section 3.6",
+    name="mamba1", title="Mamba", operator="selective_scan", decay="element", erase="none",
     state_size="HV V K",
-)
+    recurrence="S = S * exp(-(dt 1^T) * exp(A_log)) + (dt * v) k^T", read_out="o = S q + D * v",
+    source="arXiv 2312.00752, algorithm 2 and section 3.6",
+)  # fmt: skip
 
 SIGNED = replace(
-    SYSTEM,
-    name="signed_mamba1",
-    title="Mamba with signed decays",
+    SYSTEM, name="signed_mamba1", title="Mamba with signed decays", page="mamba1",
     recurrence="S = S * (2 exp(-(dt 1^T) * exp(A_log)) - 1) + (dt * v) k^T",
     source="arXiv 2411.12537, section 5",
-    page="mamba1",
-)
+)  # fmt: skip
 
 
 class Mamba1(ScanMixer):

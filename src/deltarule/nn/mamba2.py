@@ -32,17 +32,12 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
 
 
 RULE = Rule(
-    name="mamba2",
-    title="Mamba-2",
-    recurrence="S = a S + dt v k^T",
-    read_out="o = S q + D v",
-    decay="head",
-    erase="none",
+    name="mamba2", title="Mamba-2", decay="head", erase="none",
+    recurrence="S = a S + dt v k^T", read_out="o = S q + D v",
     objective="|S - a S'|^2 - 2 <S k, dt v>",
     source="arXiv 2405.21060, section 3 and listing 1",
-    arguments=arguments,
-    read_out_function=read_out,
-)
+    arguments=arguments, read_out_function=read_out,
+)  # fmt: skip
 
 
 STATE_SIZE = 128

@@ -20,18 +20,14 @@ from deltarule.nn.rule import System
 from deltarule.shapes import MesaState
 
 SYSTEM = System(
-    name="mesa",
-    title="Mesa layer",
-    operator="mesa",
+    name="mesa", title="Mesa layer", operator="mesa", decay="head", erase="solve",
+    state_size="HV (K + V) K",
     recurrence="H = a H + beta k k^T, G = a G + beta v k^T",
     read_out="o = G (H + Diag(lambda))^-1 q",
-    decay="head",
-    erase="solve",
     objective="sum_i a..a beta_i |S k_i - v_i|^2 + tr(S Diag(lambda) S^T)",
     source="arXiv 2309.05858 and 2506.05233, section 3",
-    state_size="HV (K + V) K",
     forms="recurrent, chunked, GPU kernel of the solver",
-)
+)  # fmt: skip
 
 
 LEAST_REGULARIZER = 0.25

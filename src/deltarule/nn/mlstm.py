@@ -79,29 +79,18 @@ def maxima(projections: Projections) -> tuple[Tensor, ...]:
 
 
 RULE = Rule(
-    name="mlstm",
-    title="mLSTM",
-    recurrence="S = f S + i v k^T, z = f z + i k",
-    read_out="o = S q / max(1, |z^T q|)",
-    decay="head",
-    erase="none",
+    name="mlstm", title="mLSTM", decay="head", erase="none", state_size="HV (V + 1) K + HV",
+    recurrence="S = f S + i v k^T, z = f z + i k", read_out="o = S q / max(1, |z^T q|)",
     objective="|S - f S'|^2 - 2 <S k, i v>",
     source="arXiv 2405.04517, eq. 19 to 27",
-    state_size="HV (V + 1) K + HV",
-    arguments=arguments,
-    read_out_function=read_out,
-    normalizer=True,
-)
+    arguments=arguments, read_out_function=read_out, normalizer=True,
+)  # fmt: skip
 
 CAPPED = replace(
-    RULE,
-    name="xlstm_7b",
-    title="mLSTM of xLSTM-7B",
+    RULE, name="xlstm_7b", title="mLSTM of xLSTM-7B", page="mlstm",
     source="arXiv 2503.13427, section 3",
-    page="mlstm",
-    arguments=capped_arguments,
-    read_out_function=capped_read_out,
-)
+    arguments=capped_arguments, read_out_function=capped_read_out,
+)  # fmt: skip
 
 
 class MLSTM(DeltaMixer):

@@ -42,47 +42,32 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
 
 
 HEAD = replace(
-    deltanet.RULE,
-    name="multi_head_deltanet",
-    title="Multi-head DeltaNet",
-    recurrence="S_i = S_i (I - beta_i k_i k_i^T) + beta_i v_i k_i^T",
-    read_out="o = sum_i S_i q_i",
-    source="blog post 'Multi-Head DeltaNet', its table",
-    page="multi_head",
+    deltanet.RULE, name="multi_head_deltanet", title="Multi-head DeltaNet", page="multi_head",
     state_size="HV n V K",
-    arguments=arguments,
-    read_out_function=read_out,
-)
+    recurrence="S_i = S_i (I - beta_i k_i k_i^T) + beta_i v_i k_i^T", read_out="o = sum_i S_i q_i",
+    source="blog post 'Multi-Head DeltaNet', its table",
+    arguments=arguments, read_out_function=read_out,
+)  # fmt: skip
 KEY_VALUE = replace(
     HEAD, name="multi_kv_deltanet", title="Multi-KV DeltaNet", read_out="o = sum_i S_i q"
 )
 VALUE = replace(
-    KEY_VALUE,
-    name="multi_value_deltanet",
-    title="Multi-value DeltaNet",
+    KEY_VALUE, name="multi_value_deltanet", title="Multi-value DeltaNet",
     recurrence="S_i = S_i (I - beta k k^T) + beta v_i k^T",
-)
+)  # fmt: skip
 KEY = replace(
-    KEY_VALUE,
-    name="multi_key_deltanet",
-    title="Multi-key DeltaNet",
+    KEY_VALUE, name="multi_key_deltanet", title="Multi-key DeltaNet",
     recurrence="S_i = S_i (I - beta_i k_i k_i^T) + beta_i v k_i^T",
-)
+)  # fmt: skip
 QUERY = replace(
-    HEAD,
-    name="multi_query_deltanet",
-    title="Multi-query DeltaNet",
-    recurrence="S = S (I - beta k k^T) + beta v k^T",
-    read_out="o = S sum_i q_i",
-    state_size="HV V K",
-)
+    HEAD, name="multi_query_deltanet", title="Multi-query DeltaNet", state_size="HV V K",
+    recurrence="S = S (I - beta k k^T) + beta v k^T", read_out="o = S sum_i q_i",
+)  # fmt: skip
 BLOCK = replace(
-    KEY,
-    name="block_deltanet",
-    title="Block DeltaNet",
+    KEY, name="block_deltanet", title="Block DeltaNet",
     read_out="o = sum_i S_i q_i",
     source="arXiv 2406.06484, section 5.3 (future work: block-diagonal Householder matrices)",
-)
+)  # fmt: skip
 
 
 class MultiHeadDeltaNet(deltanet.DeltaNet):

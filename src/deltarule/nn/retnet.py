@@ -22,15 +22,12 @@ def arguments(projections: Projections) -> Arguments:
 
 
 RULE = Rule(
-    name="retnet",
-    title="RetNet",
+    name="retnet", title="RetNet", decay="constant", erase="none",
     recurrence="S = g_h S + v k^T",
-    decay="constant",
-    erase="none",
     objective="|S - g S'|^2 - 2 <S k, v>",
     source="arXiv 2307.08621, eq. 6 and 8",
     arguments=arguments,
-)
+)  # fmt: skip
 
 
 class RetNet(DeltaMixer):

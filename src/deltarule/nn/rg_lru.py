@@ -17,16 +17,11 @@ from deltarule.nn.rule import System
 from deltarule.nn.vector_mixer import VectorMixer
 
 SYSTEM = System(
-    name="rg_lru",
-    title="RG-LRU (Griffin, Hawk)",
-    operator="selective_scan",
-    recurrence="h = a * h + sqrt(1 - a^2) * (i * x)",
-    read_out="o = h",
-    decay="element",
-    erase="none",
+    name="rg_lru", title="RG-LRU (Griffin, Hawk)", operator="selective_scan", decay="element",
+    erase="none", state_size="HV V",
+    recurrence="h = a * h + sqrt(1 - a^2) * (i * x)", read_out="o = h",
     source="arXiv 2402.19427, eq. 1 to 4",
-    state_size="HV V",
-)
+)  # fmt: skip
 # What a gate of one raises the rate to.
 POWER = 8.0
 # a where the gate is one, at first.

@@ -22,16 +22,12 @@ from deltarule.nn.token_shift import first_shares, shifted
 from deltarule.nn.vector_mixer import VectorMixer
 
 SYSTEM = System(
-    name="rwkv4",
-    title="RWKV-4",
-    operator="selective_scan",
+    name="rwkv4", title="RWKV-4", operator="selective_scan", decay="constant", erase="none",
+    state_size="3 HV V",
     recurrence="a = e^{-w} a' + e^k v, b = e^{-w} b' + e^k",
     read_out="o = (a' + e^{u + k} v) / (b' + e^{u + k})",
-    decay="constant",
-    erase="none",
     source="arXiv 2305.13048, eq. 16 and appendix D",
-    state_size="3 HV V",
-)
+)  # fmt: skip
 # The maximum of no token: e^-m of it is nothing to any other, and sums of it are finite.
 NOTHING = -1e30
 # What each projection reads, and how fast its share of the token before falls with the channel.

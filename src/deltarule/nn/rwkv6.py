@@ -49,18 +49,12 @@ def log_decay(projections: Projections) -> Tensor:
 
 
 RULE = Rule(
-    name="rwkv6",
-    title="RWKV-6",
-    recurrence="S = S' Diag(a) + v k^T",
-    read_out="o = (S' + v (u * k)^T) q",
-    decay="channel",
-    erase="none",
+    name="rwkv6", title="RWKV-6", decay="channel", erase="none",
+    recurrence="S = S' Diag(a) + v k^T", read_out="o = (S' + v (u * k)^T) q",
     objective="|S - S' Diag(a)|^2 - 2 <S k, v>",
     source="arXiv 2404.05892, section 4 (2406.06484, table 4, prints the bonus on value channels)",
-    arguments=arguments,
-    read_out_function=read_out,
-    final_state=final_state,
-)
+    arguments=arguments, read_out_function=read_out, final_state=final_state,
+)  # fmt: skip
 
 
 GROUP_NORM_EPS = 64e-5

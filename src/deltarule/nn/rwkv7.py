@@ -50,18 +50,13 @@ def written_key(projections: Projections) -> Tensor:
 
 
 RULE = Rule(
-    name="rwkv7",
-    title="RWKV-7",
-    operator="dplr",
+    name="rwkv7", title="RWKV-7", operator="dplr", decay="channel", erase="free",
     recurrence="S = S (Diag(w) - u (eta * u)^T) + v k'^T",
     read_out="o = norm(S q) + (q . (bonus * k')) v",
-    decay="channel",
-    erase="free",
     objective="|S - S' Diag(w)|^2 + 2 <S (eta * u), S' u> - 2 <S k', v>",
     source="arXiv 2503.14456, section 4",
-    arguments=arguments,
-    read_out_function=read_out,
-)
+    arguments=arguments, read_out_function=read_out,
+)  # fmt: skip
 
 
 # Where the first layer leaves its values for the layers after it.

@@ -29,16 +29,12 @@ def arguments(v: Tensor, *, log_step: Tensor, A_log: Tensor, B: Tensor, C: Tenso
 
 
 SYSTEM = System(
-    name="s4",
-    title="S4 (elementwise form)",
-    operator="selective_scan",
+    name="s4", title="S4 (elementwise form)", operator="selective_scan", decay="element",
+    erase="none", state_size="HV V K",
     recurrence="S = S * exp(-(dt 1^T) * exp(A_log)) + B * (v 1^T)",
     read_out="o = (S * C) 1 + D * v",
-    decay="element",
-    erase="none",
     source="arXiv 2406.06484, table 4; real diagonal and starting values of arXiv 2206.11893",
-    state_size="HV V K",
-)
+)  # fmt: skip
 
 
 # Tokens of a block, whose powers of a are one matrix of each filter.

@@ -44,18 +44,13 @@ def evenly_spaced(states: int) -> Tensor:
 IMAGINARY_PARTS = {"legs": legs, "inv": inverse, "lin": evenly_spaced}
 
 SYSTEM = System(
-    name="s4d",
-    title="S4D (complex diagonal)",
-    operator="selective_scan",
+    name="s4d", title="S4D (complex diagonal)", operator="selective_scan", decay="element",
+    erase="none", page="s4", state_size="2 HV V K",
     recurrence="h = e^{dt A} * h + B * (e^{dt A} - 1) / A * (v 1^T)",
     read_out="o = 2 Re(h * C) 1 + D * v",
-    decay="element",
-    erase="none",
     source="arXiv 2206.11893, sections 3 and 4",
-    state_size="2 HV V K",
     forms="recurrent, chunked by matrix products",
-    page="s4",
-)
+)  # fmt: skip
 
 
 def filters(log_step: Tensor, A_log: Tensor, frequency: Tensor, B: Tensor, C: Tensor) -> Filters:

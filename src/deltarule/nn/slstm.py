@@ -20,17 +20,13 @@ from deltarule.nn.roles import Role
 from deltarule.nn.rule import System
 
 SYSTEM = System(
-    name="slstm",
-    title="sLSTM",
-    operator="slstm",
+    name="slstm", title="sLSTM", operator="slstm", decay="channel", erase="none",
+    state_size="4 HV V",
     recurrence="c = f * c + e^i * tanh(z), n = f * n + e^i, each gate of x and h'",
     read_out="h = sigmoid(o) * c / n",
-    decay="channel",
-    erase="none",
     source="arXiv 2405.04517, eq. 8 to 17, with sigmoid forget gates",
-    state_size="4 HV V",
     forms="recurrent, side by side, GPU kernel",
-)
+)  # fmt: skip
 
 # Biases of the forget gates at the start, from the first channel of a head to its last.
 FORGET_BIASES = 3.0, 6.0

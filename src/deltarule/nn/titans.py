@@ -21,30 +21,22 @@ from deltarule.nn.state import State
 from deltarule.shapes import TitansState
 
 LINEAR = System(
-    name="titans_linear",
-    title="Titans, linear memory",
-    operator="titans",
+    name="titans_linear", title="Titans, linear memory", operator="titans", decay="head",
+    erase="gradient", page="titans", state_size="3 HV V K + 1",
     recurrence="S = eta S - theta 2 (M_0 k - v) k^T, M = a M + S, M_0 from mini-batches of 16",
     read_out="o = M q",
-    decay="head",
-    erase="gradient",
     objective="|M k - v|^2, with momentum and weight decay",
     source="arXiv 2501.00663, eq. 8 to 15",
-    state_size="3 HV V K + 1",
     forms="recurrent, chunked, GPU kernel of the scan",
-    page="titans",
-)
+)  # fmt: skip
 
 MLP = replace(
-    LINEAR,
-    name="titans_mlp",
-    title="Titans, MLP memory",
+    LINEAR, name="titans_mlp", title="Titans, MLP memory", state_size="3 HV 2K (K + V) + 1",
     recurrence="S = eta S - theta grad |M_0(k) - v|^2, M = a M + S for both maps of the MLP",
     read_out="o = M_2 gelu(M_1 q)",
     objective="|M_2 gelu(M_1 k) - v|^2, with momentum and weight decay",
-    state_size="3 HV 2K (K + V) + 1",
     forms="recurrent, chunked, GPU kernel of the scan",
-)
+)  # fmt: skip
 
 
 # So large that at first a memory keeps about 1 - 1 / 1100 of itself with each token: the gradients

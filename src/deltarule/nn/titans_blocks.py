@@ -25,23 +25,16 @@ from deltarule.nn.state import State
 from deltarule.nn.titans import MLP, TitansMLP
 
 MAG = replace(
-    MLP,
-    name="titans_mag",
-    title="Titans, memory as gate",
-    recurrence="y = Attention(p | x), M = M + x",
-    read_out="o = norm(y) * sigmoid(norm(M(x)))",
-    source="arXiv 2501.00663, section 4, eq. 26 to 28",
+    MLP, name="titans_mag", title="Titans, memory as gate", page="titans_blocks",
     state_size="3 HV 2K (K + V) + W HV (K + V)",
-    page="titans_blocks",
-)
+    recurrence="y = Attention(p | x), M = M + x", read_out="o = norm(y) * sigmoid(norm(M(x)))",
+    source="arXiv 2501.00663, section 4, eq. 26 to 28",
+)  # fmt: skip
 MAL = replace(
-    MAG,
-    name="titans_mal",
-    title="Titans, memory as layer",
-    recurrence="M = M + x",
-    read_out="o = Attention(M(x))",
+    MAG, name="titans_mal", title="Titans, memory as layer",
+    recurrence="M = M + x", read_out="o = Attention(M(x))",
     source="arXiv 2501.00663, section 4, eq. 29 to 31",
-)
+)  # fmt: skip
 WINDOW, PERSISTENT = 128, 4
 # What the memory has as the layer has it.
 SIZES = ("num_heads", "head_k_dim", "head_v_dim")

@@ -19,14 +19,12 @@ from deltarule.nn.state import State
 from deltarule.nn.titans_blocks import MAG, TitansMAG
 
 MAC = replace(
-    MAG,
-    name="titans_mac",
-    title="Titans, memory as context",
+    MAG, name="titans_mac", title="Titans, memory as context",
+    state_size="5 HV 2K (K + V) + 2 W HV (K + V)",
     recurrence="h = M'(x), y = Attention(p | h | x), M = M + y, M' = M after each segment",
     read_out="o = norm(y) * sigmoid(norm(M(y)))",
     source="arXiv 2501.00663, section 4, eq. 21 to 25",
-    state_size="5 HV 2K (K + V) + 2 W HV (K + V)",
-)
+)  # fmt: skip
 
 
 class TitansMAC(TitansMAG):

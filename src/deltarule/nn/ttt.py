@@ -21,30 +21,22 @@ from deltarule.nn.rule import Arguments, System
 from deltarule.shapes import TTTState
 
 LINEAR = System(
-    name="ttt_linear",
-    title="TTT-Linear",
-    operator="ttt",
+    name="ttt_linear", title="TTT-Linear", operator="ttt", decay="none", erase="gradient",
+    page="ttt", state_size="2 HV K (K + 1) + 1",
     recurrence="W = W_0 - s sum_i eta_i grad loss_i(W_0), i up to t in mini-batches of 16",
     read_out="o = q + LN(W q)",
-    decay="none",
-    erase="gradient",
     objective="|k + LN(W k) - v|^2 / 2",
     source="arXiv 2407.04620, sections 2.1 to 2.7",
-    state_size="2 HV K (K + 1) + 1",
     forms="recurrent, chunked, GPU kernel of the scan",
-    page="ttt",
-)
+)  # fmt: skip
 
 MLP = replace(
-    LINEAR,
-    name="ttt_mlp",
-    title="TTT-MLP",
+    LINEAR, name="ttt_mlp", title="TTT-MLP", state_size="2 HV (4K (K + 1) + K (4K + 1)) + 1",
     recurrence="W = W_0 - s sum_i eta_i grad loss_i(W_0) for both maps of the MLP",
     read_out="o = q + LN(W_2 gelu(W_1 q))",
     objective="|k + LN(W_2 gelu(W_1 k)) - v|^2 / 2",
-    state_size="2 HV (4K (K + 1) + K (4K + 1)) + 1",
     forms="recurrent, chunked, GPU kernel of the scan",
-)
+)  # fmt: skip
 
 
 INNER_NORM_EPS = 1e-6

@@ -30,16 +30,12 @@ def abc_arguments(logits: Tensor, log_sum_before: Tensor, log_sum: Tensor) -> Ar
 
 
 ABC_SYSTEM = System(
-    name="abc",
-    title="Attention with Bounded-memory Control",
-    operator="two_memories",
+    name="abc", title="Attention with Bounded-memory Control", operator="two_memories",
+    decay="channel", erase="none", state_size="H M (K + V + 1)",
     recurrence="S^k = (S^k z' + k phi^T) / z, S^v = (S^v z' + v phi^T) / z, z = z' + phi",
     read_out="o = S^v softmax((S^k)^T q)",
-    decay="channel",
-    erase="none",
     source="arXiv 2110.02488, eq. 6 and section 3.2 (ABC-MLP with exponential phi)",
-    state_size="H M (K + V + 1)",
-)
+)  # fmt: skip
 
 
 # Keeps most decays near one, whatever the logit.
@@ -53,13 +49,10 @@ def gsa_arguments(slot_logits: Tensor) -> Arguments:
 
 
 GSA_SYSTEM = replace(
-    ABC_SYSTEM,
-    name="gsa",
-    title="Gated Slot Attention",
+    ABC_SYSTEM, name="gsa", title="Gated Slot Attention", state_size="H M (K + V)",
     recurrence="S^k = S^k Diag(a) + k (1 - a)^T, S^v = S^v Diag(a) + v (1 - a)^T",
     source="arXiv 2409.07146, eq. 8 and section 4",
-    state_size="H M (K + V)",
-)
+)  # fmt: skip
 
 
 # log 0, finite so that differences and gradients of it are.
