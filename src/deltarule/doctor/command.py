@@ -55,12 +55,7 @@ class DoctorRun:
 
 
 def diagnose(run: DoctorRun) -> None:
-    """Examine, print, keep.
-
-    Raises:
-        ValueError: There is no GPU, or a configuration failed.
-        MissingExtraError: There is no Triton.
-    """
+    """Examine, print, keep; refuse to without a GPU or Triton, and name what failed."""
     if run.show:
         print(f"{findings_file()}:")
         for name, verdict in load_findings().items():

@@ -135,14 +135,10 @@ def lay_out(
     lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> MiniBatches:
-    """Lay out the tokens of x [R, T, ...], T at least 1.
+    """Lay out the tokens of x [R, T, ...], T at least 1, in mini-batches of `size` = C tokens.
 
-    Args:
-        x: Anything with the rows, the tokens and the device.
-        size: C, tokens of a mini-batch.
-        position: [N] tokens that each sequence has in its open mini-batch. None: none.
-        lengths: [R] tokens at the front of each row that count. None: all.
-        cu_seqlens: Offsets [N + 1] of sequences packed into one row.
+    `position` [N] says how many each sequence has in its open mini-batch (None: none), `lengths`
+    [R] how many at the front of each row count (None: all); `cu_seqlens` are of packed sequences.
     """
     if cu_seqlens is not None:
         return _packed(x, size, position, cu_seqlens)

@@ -32,12 +32,7 @@ def split_heads(model: CausalLM, mesh: DeviceMesh) -> dict[str, int]:
 
     Every process must hold the same weights before. Afterwards the split parameters are DTensors
     under their old names, and the model is called as before, with the same tokens everywhere.
-
-    Returns:
-        The axis along which each parameter and buffer is split; those that are not are left out.
-
-    Raises:
-        ValueError: A number of heads or channels cannot be divided; the message names it.
+    Returned is the axis along which each parameter and buffer is split, without those that are not.
     """
     plan: dict[str, int] = {}
     # All are built first: a size that cannot be split is refused before anything is changed.

@@ -68,10 +68,7 @@ class Machine:
     def collective(self, size: float, ways: int, stride: int = 1) -> float:
         """Seconds of an all-gather or reduce-scatter whose whole is so many bytes.
 
-        Args:
-            size: Bytes.
-            ways: GPUs, every stride-th one. An all-reduce takes twice as long.
-            stride: Distance between two of them.
+        It is over so many GPUs, every stride-th one. An all-reduce takes twice as long.
         """
         if ways == 1:
             return 0.0

@@ -51,8 +51,7 @@ def own_files(folder: Path, rank: int) -> list[Path]:
 def read_shards(folder: Path, tensors: Tensors) -> None:
     """Fill tensors in place from what any number of processes, or one alone, have written.
 
-    Raises:
-        CheckpointError: A tensor is missing, or of another shape than the model's.
+    A `CheckpointError` names a tensor that is missing, or of another shape than the model's.
     """
     reader = HuggingFaceStorageReader(str(folder))
     try:

@@ -82,10 +82,8 @@ def shard(
 class WideSums:
     """Sums in float32 of gradients that travel in the 16 bits in which they were computed.
 
-    FSDP2 by itself widens them before they leave, to twice the bytes and the same sums.
-
-    Args:
-        ways: Processes that share the sums out among them.
+    FSDP2 by itself widens them before they leave, to twice the bytes and the same sums. `ways`
+    processes share the sums out among them.
     """
 
     def __init__(self, ways: int) -> None:

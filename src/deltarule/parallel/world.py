@@ -184,8 +184,7 @@ class World:
 def join(device: str, timeout: datetime.timedelta, attempt: int) -> PrefixStore:
     """Meet the other processes that torchrun started; return what they can leave notes in.
 
-    Raises:
-        StalledError: Some of them have not started in time.
+    Where some have not started in time, a `StalledError` names them.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = None

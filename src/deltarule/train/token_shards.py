@@ -130,8 +130,7 @@ def is_token_folder(path: str | Path | None) -> bool:
 def open_token_folder(path: str | Path) -> TokenFolder:
     """Map all shards of a folder that `deltarule data` wrote.
 
-    Raises:
-        DataError: A file is missing or not as long as the index says, or the index is no such.
+    A `DataError` names a file that is missing or not as long as the index says.
     """
     folder = Path(path).expanduser()
     with naming(folder / INDEX, DataError):

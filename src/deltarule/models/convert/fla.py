@@ -173,19 +173,12 @@ def family(
     model: Names | None = None,
     hybrid: bool = True,
 ) -> Family:
-    """One family, from what differs.
+    """One family, from what differs: `own` options of the mixer, and `common` ones of the rest.
 
-    Args:
-        model_type: In config.json.
-        architecture: The class that reads it elsewhere.
-        own: Options of the mixer.
-        mixers: The mixers here that are its own, of which the first is what config.json means
-            unless an entry says another.
-        common: Options of the rest of the model.
-        names: Names of submodules of the mixer, by ours, where they differ.
-        norms: What the norm of an output is called, with a gate and without.
-        model: Names of tensors of the model beside the usual ones.
-        hybrid: Whether it mixes in attention.
+    Of its mixers here the first is what config.json means unless an entry says another. `names` are
+    those of its submodules, by ours, and `norms` those of the norm of an output, with a gate and
+    without, where they differ; `model` has names of the model beside the usual ones. A `hybrid`
+    mixes in attention.
     """
     mixers = mixers or (model_type,)
     layer = {"attn_norm": "mixer_norm", "mlp_norm": "mlp_norm", **under("mlp.", MLP, "mlp.")}

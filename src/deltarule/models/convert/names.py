@@ -116,12 +116,9 @@ class Tensors:
     blocks: int = 1
 
     def pieces(self, config: ModelConfig, shapes: Shapes, has: Has) -> list[Piece]:
-        """Every stored tensor of a model.
+        """Every stored tensor of a model, by the shapes of its parameters.
 
-        Args:
-            config: Its configuration.
-            shapes: Of its parameters.
-            has: Whether a tensor of that name is there, where a family has names to choose from.
+        `has` says whether a tensor of that name is there, where a family has names to choose from.
         """
         root = "model." if has(f"model.{self.embedding}.weight") else self.root
         outer = {root + self.embedding: "embedding", root + self.norm: "norm", "lm_head": "head"}

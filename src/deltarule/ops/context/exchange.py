@@ -195,9 +195,7 @@ def exchanged(
 ) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
     """Send tensors to the process `distance` after this one, and receive those of the one before.
 
-    Returns:
-        What is received, of the same shapes, zeros where there is no sender; and a function that
-        waits for it.
+    What is received has the same shapes, zeros where there is no sender; a function waits for it.
     """
     tensors = tuple(x.contiguous() for x in tensors)
     received = tuple(torch.zeros_like(x) for x in tensors)
