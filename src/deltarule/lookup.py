@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from deltarule.models import FAMILIES
 from deltarule.nearest import nearest
 from deltarule.nn import MIXERS, SYSTEMS
 from deltarule.nn.checks import check_least
@@ -115,31 +116,6 @@ FORMS = {
 }  # fmt: skip
 
 COLUMNS = ("system", "one token", "decay", "erase", "source")
-# The `model_type` of checkpoints whose layers are a row's; docs/weights.md says more of each.
-CHECKPOINTS = {
-    "lightning": ("minimax",),
-    "linear_attention": ("linear_attn",),
-    "retnet": ("retnet",),
-    "mamba2": ("mamba2", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"),
-    "gla": ("gla",),
-    "hgrn2": ("hgrn2",),
-    "xlstm_7b": ("xlstm",),
-    "deltanet": ("delta_net",),
-    "gated_deltanet": (
-        "gated_deltanet", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
-        "qwen3_next", "olmo_hybrid",
-    ),
-    "kda": ("kda", "kimi_linear"),
-    "delta_product": ("gated_deltaproduct",),
-    "gated_delta_product": ("gated_deltaproduct",),
-    "rwkv7": ("rwkv7",),
-    "mamba1": ("mamba", "falcon_mamba", "jamba"),
-    "attention": (
-        "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid",
-        "kimi_linear", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba", "jamba",
-        "minimax",
-    ),
-}  # fmt: skip
 
 
 def forms(system: System) -> str:
@@ -150,6 +126,11 @@ def forms(system: System) -> str:
     known = [name for name in IMPLEMENTATIONS if name != "gluon" or fused]
     words = [word for name, word in FORMS.items() if name in known]
     return ", ".join([*words, *(["GPU kernel for steps"] if "triton" in STEPS else [])])
+
+
+def checkpoints(system: System) -> list[str]:
+    """The `model_type` of checkpoints with such layers; docs/weights.md says more of each."""
+    return [name for name, family in FAMILIES.items() if system.name in family.tensors.layer]
 
 
 def backed_by(system: System) -> str:
@@ -175,7 +156,7 @@ def described(system: System, layer: type[Mixer]) -> str:
         f"objective: {system.objective or 'none published'}",
         f"runs: {forms(system)}; source: {system.source}; test: tests/{backed_by(system)}",
     ]
-    if names := CHECKPOINTS.get(system.name):
+    if names := checkpoints(system):
         lines.append(f"loads checkpoints of {', '.join(names)}")
     return "\n    ".join(lines)
 
@@ -200,7 +181,7 @@ def facts(system: System, layer: type[Mixer]) -> str:
         "operator": f"`{system.operator}`: {forms(system)}",
         "state": f"{system.state_size} numbers a sequence",
         "objective": f"`{system.objective}`" if system.objective else "none published",
-        "checkpoints": ", ".join(map(_code, CHECKPOINTS.get(system.name, ()))),
+        "checkpoints": ", ".join(map(_code, checkpoints(system))),
         "test": f"`tests/{backed_by(system)}`",
     }
     return "\n".join(f"- {name}: {value}" for name, value in rows.items() if value)

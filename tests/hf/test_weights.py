@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearForgetGate
 
-from deltarule.lookup import CHECKPOINTS
+from deltarule.lookup import checkpoints
 from deltarule.models import CausalLM, CheckpointError
 from deltarule.models.convert.copy import convert
 from deltarule.models.convert.families import family_of
 from deltarule.models.files import CONFIG, WEIGHTS, plain_name
-from deltarule.nn import MIXERS
+from deltarule.nn import MIXERS, SYSTEMS
 from hf.families import MULTIMODAL, make, tiny, tokens
 from models.checkpoints import check_round_trip, check_ways_of_reading, close
 
@@ -170,7 +170,7 @@ def test_generated_tokens_are_the_likeliest(case):
 
 def test_rows_name_the_families_that_they_load(case):
     parts = {part for name in CausalLM.load(case[1]).config.layer_types for part in name.split("+")}
-    rows = {row for row, names in CHECKPOINTS.items() if case[2] in names}
+    rows = {row for row, system in SYSTEMS.items() if case[2] in checkpoints(system)}
     assert parts & {*MIXERS} == rows
 
 

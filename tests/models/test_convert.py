@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltarule.lookup import CHECKPOINTS
+from deltarule.lookup import checkpoints
 from deltarule.models import FAMILIES, CausalLM, ModelConfig
 from deltarule.models.convert.copy import convert
 from deltarule.models.convert.layout import check_parts
 from deltarule.models.convert.piece import Piece, filters
 from deltarule.models.files import CONFIG, INDEX, WEIGHTS
+from deltarule.nn import SYSTEMS
 from models.checkpoints import redraw
 from most_memory import growth
 
@@ -72,7 +73,7 @@ def test_shards_have_their_index(size, saved, tmp_path):
 
 
 def test_rows_and_the_page_name_every_family():
-    assert {name for names in CHECKPOINTS.values() for name in names} == {*FAMILIES}
+    assert {name for row in SYSTEMS.values() for name in checkpoints(row)} == {*FAMILIES}
     page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
     assert [name for name in FAMILIES if f"`{name}`" not in page] == []
 

@@ -199,7 +199,7 @@ def family(
             layer={
                 "": layer,
                 **dict.fromkeys(mixers, own_names),
-                **dict.fromkeys(ATTENTION, attention),
+                **dict.fromkeys(ATTENTION if hybrid else (), attention),
             },
         ),
     )
