@@ -72,7 +72,6 @@ class DecayingFastWeights(Mixer):
         return {"recurrent": (self.num_heads, self.head_v_dim, self.head_k_dim)}
 
     def arguments(self, call: LayerCall) -> Arguments:
-        """Project to all that `selective_scan` takes but the state."""
         q, k, v = self.streams(call)
         a = split(self.stream("a", call), self.num_heads, self.head_k_dim)
         b = split(self.stream("b", call), self.num_heads, self.head_v_dim)

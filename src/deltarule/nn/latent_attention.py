@@ -85,7 +85,6 @@ class LatentAttention(Attention):
 
     @classmethod
     def heads(cls, config: Any) -> dict[str, Any]:
-        """Read the sizes from a model's config."""
         names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         return {name: getattr(config, name) for name in names} | {
             "num_heads": default(config.num_attention_heads, config.num_heads),

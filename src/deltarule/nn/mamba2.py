@@ -79,11 +79,9 @@ class Mamba2(DeltaMixer):
         return {"num_heads": getattr(config, "n_groups", 1), "num_v_heads": heads}
 
     def default_head_k_dim(self) -> int:
-        """Channels of a key where none are given: 128."""
         return STATE_SIZE
 
     def default_head_v_dim(self) -> int:
-        """Channels of a value where none are given: 2 hidden_size / num_v_heads."""
         sizes = self.hidden_size, "num_v_heads", self.num_v_heads
         return default_head_dim("head_v_dim", EXPANSION, *sizes)
 

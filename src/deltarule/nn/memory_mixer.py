@@ -50,7 +50,6 @@ class MemoryMixer(Mixer):
         }
 
     def exact(self) -> tuple[str, ...]:
-        """Every part of every map."""
         return tuple(name for part in self.parts for name in self.names(part))
 
     def init_state(self, batch_size: int) -> State:

@@ -182,5 +182,4 @@ class XLSTM7B(MLSTM):
         nn.init.constant_(self.beta_bias, FIRST_INPUT_BIAS)
 
     def bounded(self, projections: Projections) -> Projections:
-        """Gates of bounded logits."""
         return capped(projections)

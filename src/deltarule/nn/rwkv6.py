@@ -128,7 +128,6 @@ class RWKV6(DeltaMixer):
         return GatedGroupNorm(self.num_v_heads, self.head_v_dim, GROUP_NORM_EPS)
 
     def project(self, call: LayerCall) -> Projections:
-        """Compute everything the rule reads, each from its own mix of a token with the last."""
         x = self.shift(call)
         heads, key_size, value_size = self.num_heads, self.head_k_dim, self.head_v_dim
         gate = None if self.g_proj is None else self.g_proj(x["gate"])

@@ -191,7 +191,6 @@ class RWKV7(DeltaMixer):
         return -6.5 + 5 * share.pow(0.85 + self.depth**0.5)
 
     def project(self, call: LayerCall) -> Projections:
-        """Compute everything the rule reads, each from its own mix of a token with the last."""
         x = shifted(call, SHIFT_POWERS, self.shift_mix)
         heads, key_size, value_size = self.num_heads, self.head_k_dim, self.head_v_dim
         decay_logits = split(self.a_proj(x["decay"]), heads, key_size)

@@ -38,11 +38,9 @@ class ScanMixer(Mixer):
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
 
     def default_head_k_dim(self) -> int:
-        """Numbers kept for each value channel where none are given: 16."""
         return STATE_SIZE
 
     def default_head_v_dim(self) -> int:
-        """Value channels in a group where none are given: 2 hidden_size / num_heads."""
         sizes = self.hidden_size, "num_heads", self.num_heads
         return default_head_dim("head_v_dim", EXPANSION, *sizes)
 
@@ -76,7 +74,6 @@ class ScanMixer(Mixer):
         return scan(self.scan_arguments(stream, v), call)
 
     def arguments(self, call: LayerCall) -> Arguments:
-        """Project to all that `selective_scan` takes but the state."""
         stream = self.values(call)
         return self.scan_arguments(stream, self.by_head(stream))
 

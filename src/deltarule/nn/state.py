@@ -74,7 +74,6 @@ class State(dict[str, Tensor], _Tensors):
     """
 
     def map(self, f: Callable[[Tensor], Tensor]) -> "State":
-        """Return the state with f applied to every tensor."""
         return State({name: f(tensor) for name, tensor in self.items()})
 
 
@@ -120,7 +119,6 @@ class ModelState(tuple[State, ...], _Tensors):
     """A model's state: the states of its layers, from the first to the last; used like `State`."""
 
     def map(self, f: Callable[[Tensor], Tensor]) -> "ModelState":
-        """Return the state with f applied to every tensor."""
         return ModelState(state.map(f) for state in self)
 
 

@@ -27,7 +27,6 @@ class VectorMixer(Mixer):
         return 1
 
     def default_head_v_dim(self) -> int:
-        """Channels of a head where none are given: expand_v * hidden_size / num_heads."""
         sizes = self.hidden_size, "num_heads", self.num_heads
         return self.expand_v * default_head_dim("head_v_dim", 1, *sizes)
 
