@@ -4,6 +4,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,9 @@ from deltarule.ops.context import make_context
 from deltarule.parallel import MeshOptions, World
 from deltarule.train.data import Corpus, ShuffledRows, Spans, row, with_empty_pieces
 from deltarule.train.device import choose_device, to_device
+from deltarule.train.documents import DataError, limit_bytes, read_documents, split_documents
 from deltarule.train.evaluate import bits_per_byte, compressed_bits_per_byte
+from deltarule.train.extra import MissingExtraError
 from deltarule.train.figures import loss_curve
 from deltarule.train.loop import LoopOptions, Trainer, evaluating
 from deltarule.train.metrics import Metrics, read_metrics
@@ -27,8 +30,8 @@ from deltarule.train.progress import for_screen
 from deltarule.train.random_state import seed_everything
 from deltarule.train.run_folder import DataFacts, open_run
 from deltarule.train.sample import sample_text
-from deltarule.train.text_data import TextData, read_text
-from deltarule.train.vocabulary import Encoder
+from deltarule.train.token_shards import is_token_folder, open_token_folder, sample_documents
+from deltarule.train.vocabulary import Encoder, make_encoder
 from deltarule.train.watch import WatchOptions, sinks
 from deltarule.train.whole_run import layers_of, model_line, train_and_finish
 
@@ -84,6 +87,60 @@ class TextRun:
         check_least(self, 1, *sizes)
         check_least(self, 0, "sample_bytes", "temperature")
         check_multiple("batch_tokens", self.batch_tokens, "accumulate", self.loop.accumulate)
+
+
+class TextData(NamedTuple):
+    """The data, what is trained on, and what is held out."""
+
+    source: str
+    documents: int
+    num_bytes: int
+    sha256: str
+    notes: list[str]
+    training: Corpus
+    validation: Corpus
+    vocab_size: int
+    # None: the tokenizer of shards is not there any more.
+    encoder: Encoder | None
+
+
+def read_text(run: TextRun) -> TextData:
+    """Read documents as tokens, or map token shards."""
+    if run.data is not None and is_token_folder(run.data):
+        return _mapped(run.data, run.validation_bytes, run.tokenizer)
+    encoder = make_encoder(run.tokenizer)
+    read = read_documents(run.data, max_bytes=run.max_bytes, text_field=run.text_field)
+    training, held_out = split_documents(read.documents, fraction=run.validation_fraction)
+    held_out = limit_bytes(held_out, run.validation_bytes)
+    first, second = (encoder.corpus([d.text for d in part]) for part in (training, held_out))
+    for part, what in ((first, "train"), (second, "validate")):
+        if not part.num_bytes:
+            raise DataError(
+                f"--validation-fraction {run.validation_fraction:g} of {read.num_bytes:,} bytes "
+                f"leaves nothing to {what} on"
+            )
+    return TextData(
+        read.source, len(read.documents), read.num_bytes, read.sha256, read.notes, first, second,
+        encoder.vocab_size, encoder,
+    )  # fmt: skip
+
+
+def _mapped(folder: str, validation_bytes: int, tokenizer: str | None) -> TextData:
+    opened = open_token_folder(folder)
+    if tokenizer not in (None, made := opened.index.tokenizer):
+        raise DataError(f"--tokenizer {tokenizer}: the shards in {folder} are of {made or 'bytes'}")
+    encoder, notes = None, []
+    try:
+        encoder = make_encoder(folder if made else None)
+    except (ValueError, MissingExtraError) as error:
+        notes = [f"no sample, and no tokenizer beside the model: {error}"]
+    held_out = sample_documents(opened.validation, validation_bytes)
+    sets = opened.index.training, opened.index.validation
+    return TextData(
+        folder, sum(facts.documents for facts in sets), sum(facts.bytes for facts in sets),
+        " ".join(facts.sha256 for facts in sets), notes,
+        opened.training, held_out, opened.index.vocab_size, encoder,
+    )  # fmt: skip
 
 
 class TextJob:
@@ -164,13 +221,7 @@ def train_text(run: TextRun) -> Path:
     """Do the whole of it: read, train, validate, sample and plot; return the run's folder."""
     began = time.monotonic()
     world = World(choose_device(run.loop.device), run.mesh)
-    read = world.everywhere(
-        lambda: read_text(
-            run.data, max_bytes=run.max_bytes, validation_bytes=run.validation_bytes,
-            validation_fraction=run.validation_fraction, text_field=run.text_field,
-            tokenizer=run.tokenizer,
-        )
-    )  # fmt: skip
+    read = world.everywhere(lambda: read_text(run))
     config = run.model.config(read.vocab_size)
     facts = DataFacts(read.source, read.num_bytes, read.sha256)
     with (
