@@ -15,7 +15,6 @@ from deltarule.doctor.bars import (
     YARDSTICK_GRADIENT,
     YARDSTICK_LARGEST,
     YARDSTICK_STRESS,
-    full_precision,
     growth,
     relative_largest,
     relative_rms,
@@ -45,7 +44,8 @@ def assert_close(
     `dtype` is that of the inputs; None means that of x. `growth` is how far the call lets its
     roundings grow, `tolerance.growth(writes, K, beta, share)` where nothing decays.
     """
-    bar = full_precision(dtype or x.dtype, gradient, growth)
+    dtype = dtype or x.dtype
+    bar = max(GRADIENT[dtype] if gradient else 0.0, growth * FORWARD[dtype])
     _check(name, "error", relative_rms(x, reference, floor=floor), bar)
 
 

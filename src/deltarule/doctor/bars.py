@@ -14,10 +14,6 @@ FORWARD = {torch.float64: 1e-12, torch.float32: 1e-6}
 GRADIENT = {torch.float64: 5e-12, torch.float32: 5e-6}
 
 
-def full_precision(dtype: torch.dtype, gradient: bool = False, growth: float = 1.0) -> float:
-    return max(GRADIENT[dtype] if gradient else 0.0, growth * FORWARD[dtype])
-
-
 def growth(writes: int, key_size: int, beta: float = 2.0, share: float | None = None) -> float:
     """How far roundings grow where nothing decays: sqrt(s min(n, K / (beta (2 - beta)))), or 1.
 
