@@ -4,24 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deltarule.ops import (
-        BetaLogits,
-        DecayLogits,
-        attention_matrix,
-        delta_rule,
-        dplr,
-        explain,
-        long_convolution,
-        mesa,
-        pack,
-        recurrent_step,
-        selective_scan,
-        slstm,
-        titans,
-        ttt,
-        two_memories,
-        warmup,
-    )
+    from deltarule.ops import *
     from deltarule.ops.context import Context, make_context
     from deltarule.shapes import (
         MesaOutput,
