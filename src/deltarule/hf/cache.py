@@ -38,7 +38,6 @@ class StateCache(Cache):  # type: ignore[misc]
     is_croppable = True
 
     def __init__(self, state: ModelState | None = None, seen: int = 0) -> None:
-        """Start from a state."""
         super().__init__(layers=[])
         self.state, self.seen = state, seen
         self._recording = False
@@ -130,7 +129,6 @@ class StateCache(Cache):  # type: ignore[misc]
         return self.state is not None
 
     def __len__(self) -> int:
-        """Layers."""
         return 0 if self.state is None else len(self.state)
 
 

@@ -54,7 +54,6 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
     _is_stateful = False
 
     def __init__(self, config: DeltaruleConfig) -> None:
-        """Build the model and draw its parameters."""
         super().__init__(config)
         self.model = CausalLM(config.to_model_config())
         self._drawn = not self.model.embedding.weight.is_meta

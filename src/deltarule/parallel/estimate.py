@@ -78,7 +78,6 @@ class Estimate(NamedTuple):
 
     @property
     def binds(self) -> str:
-        """What takes most of the time."""
         return max(self.parts, key=lambda name: self.parts[name])
 
 
@@ -136,13 +135,9 @@ def compute_parts(
     softmax = 7 * length * channels * 128 / (measured.ATTENTION_FLOPS * machine.matrix)
     # Heads split little of it: norms, casts and sums are of the whole stream.
     rest = measured.REST_S * tokens * size.hidden / machine.bandwidth
+    rate = measured.MATRIX_FLOPS * machine.matrix
     return {
-        "products": 6
-        * block
-        * tokens
-        / d.tensor
-        * split
-        / (measured.MATRIX_FLOPS * machine.matrix),
+        "products": 6 * block * tokens / d.tensor * split / rate,
         "operator": size.recurrent * operator * channels * again / machine.memory_rate,
         "attention": size.attention * softmax * again,
         "elementwise": size.layers * rest * again,

@@ -87,7 +87,6 @@ class WideSums:
     """
 
     def __init__(self, ways: int) -> None:
-        """Nothing is on its way."""
         self.ways, self.sums = ways, 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -105,7 +104,6 @@ class WideSums:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Sum what all processes have of this one's share."""
         assert output_tensor.dtype != input_tensor.dtype, "FSDP2 asked for room in another order"
         came = torch.empty_like(input_tensor)
         dist.all_to_all_single(came, input_tensor, group=group)

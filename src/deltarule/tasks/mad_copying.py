@@ -36,7 +36,6 @@ class Config:
 
     @property
     def blanks(self) -> int:
-        """Blanks among the letters."""
         return self.length - 2 * self.copied - 1
 
     @property

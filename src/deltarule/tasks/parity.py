@@ -26,7 +26,6 @@ class Config(Lengths):
 
     @property
     def vocab_size(self) -> int:
-        """The blank and two bits."""
         return 3
 
     @property

@@ -23,7 +23,6 @@ class LastRows:
     wait: Callable[[], None]
 
     def __init__(self, context: Context, reach: int) -> None:
-        """Nothing is sent yet."""
         shortest = min(b - a for a, b in itertools.pairwise(context.bounds))
         if shortest < reach:
             raise ValueError(

@@ -45,7 +45,6 @@ class Join:
     """
 
     def __init__(self, context: Context, diagonal: bool, rows: int, passes: Any = None) -> None:
-        """Start before the meeting."""
         self.context, self.diagonal = context.alone, diagonal
         self.rows, self.passes = rows, passes
         # The second half of a pass, once the first one has run.

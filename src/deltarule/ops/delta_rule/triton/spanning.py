@@ -27,7 +27,6 @@ class Joint:
     """
 
     def __init__(self, join: Any, start: Tensor | None = None) -> None:
-        """Start before the meeting."""
         self.join, self.start = join, start
 
     def begin(self, call: Call) -> None:
