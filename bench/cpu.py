@@ -9,6 +9,7 @@ delta rule) or each key channel (KDA).
 import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,11 +84,10 @@ def compare(name: str, repeats: int, *, timed: Shape, checked: Shape, impl: Impl
     case = CASES[name]
     sides = {"deltarule": ours(impl), "transformers": case.peer}
     inputs, grad_output = draw(timed, case.decay_per_channel)
-
-    def run(operator: Operator) -> object:
-        return measure.forward_backward(operator, inputs, grad_output)
-
-    runs = {side: lambda operator=operator: run(operator) for side, operator in sides.items()}
+    runs = {
+        side: partial(measure.forward_backward, operator, inputs, grad_output)
+        for side, operator in sides.items()
+    }
     seconds = measure.interleaved_seconds(runs, repeats)
     errors = error_of_each(sides, checked, case.decay_per_channel)
     tokens_and_heads = timed.batch * timed.tokens * timed.heads
@@ -96,7 +96,7 @@ def compare(name: str, repeats: int, *, timed: Shape, checked: Shape, impl: Impl
         saved = measure.saved_bytes(operator, inputs)
         figures[side] = {
             "seconds": seconds[side],
-            **measure.spread(seconds[side])._asdict(),
+            **measure.spread(seconds[side]),
             "saved_bytes": saved,
             "saved_bytes_per_token_and_head": saved / tokens_and_heads,
             "relative_errors": errors[side],
@@ -140,12 +140,8 @@ def _named(output: Tensor, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 def ours(impl: Impl) -> Operator:
     """`delta_rule` in the form in which the peers are called."""
 
-    def operator(inputs: Mapping[str, Tensor]) -> Tensor:
-        q, k, v, beta, log_decay = (inputs[x] for x in ("q", "k", "v", "beta", "log_decay"))
-        return delta_rule(
-            q, k, v, beta=beta, log_decay=log_decay, normalize_qk=True, return_state=False,
-            impl=impl,
-        ).o  # fmt: skip
+    def operator(inputs: Mapping[str, Any]) -> Tensor:
+        return delta_rule(**inputs, normalize_qk=True, return_state=False, impl=impl).o
 
     return operator
 

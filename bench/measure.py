@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,17 +11,10 @@ from torch import Tensor
 Operator = Callable[[Mapping[str, Tensor]], Tensor]
 
 
-class Spread(NamedTuple):
-    """Repeated timings in seconds: the middle one, and the middle half of them."""
-
-    median: float
-    lower_quartile: float
-    upper_quartile: float
-
-
-def spread(seconds: Sequence[float]) -> Spread:
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """The middle one of repeated timings, and the middle half of them."""
     lower, median, upper = np.percentile(seconds, [25, 50, 75]).tolist()
-    return Spread(median, lower, upper)
+    return {"median": median, "lower_quartile": lower, "upper_quartile": upper}
 
 
 def forward_backward(

@@ -17,5 +17,4 @@ def pinned_prose(split: Split) -> Prose:
 
 
 def generate(config: niah.Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Draw rows of the task; see `deltarule.tasks.niah.generate`."""
     return niah.generate(config, rng, rows, pinned_prose)

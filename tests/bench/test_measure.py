@@ -32,7 +32,8 @@ def test_runs_take_turns():
 
 
 def test_spread():
-    assert measure.spread([3.0, 1.0, 2.0, 5.0, 4.0]) == (3.0, 2.0, 4.0)
+    found = measure.spread([3.0, 1.0, 2.0, 5.0, 4.0])
+    assert found == {"median": 3.0, "lower_quartile": 2.0, "upper_quartile": 4.0}
 
 
 def test_gradients_belong_to_their_inputs():
