@@ -10,10 +10,6 @@ class Late:
     """A copy of a tensor on the host, begun now and complete when it is read.
 
     The tensor may change meanwhile.
-
-    Examples:
-        >>> Late(torch.tensor([1, 2])).tolist()
-        [1, 2]
     """
 
     def __init__(self, x: Tensor) -> None:

@@ -17,13 +17,7 @@ DAMAGED = "the model's logits are NaN or infinite: its parameters are damaged"
 
 
 class Draws:
-    """Uniform numbers in [0, 1), the same on every device: for row i a stream of seed + i.
-
-    Examples:
-        >>> both, second = Draws(3, 2, torch.device("cpu")), Draws(4, 1, torch.device("cpu"))
-        >>> bool(both.next([0, 1])[1] == second.next([0])[0])
-        True
-    """
+    """Uniform numbers in [0, 1), the same on every device: for row i a stream of seed + i."""
 
     def __init__(self, seed: int | None, rows: int, device: torch.device) -> None:
         """Seed the stream of every row; the global random state is neither read nor changed."""

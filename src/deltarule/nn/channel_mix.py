@@ -15,11 +15,6 @@ from deltarule.nn.gates import float32_parameter
 class ChannelMix(Frame):
     """A network of squared ReLU that reads each token mixed with the one before.
 
-    Examples:
-        >>> y, state = ChannelMix(8, 16)(torch.zeros(1, 3, 8))
-        >>> state["shift"].shape
-        torch.Size([1, 1, 8])
-
     Source: arXiv 2503.14456, section 4.2.
     """
 

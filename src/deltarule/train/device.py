@@ -7,13 +7,7 @@ from deltarule.errors import reason
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Send a tensor from the CPU; a GPU takes it in turn, without a wait for what is before it.
-
-    Examples:
-        >>> to_device(torch.arange(4).view(2, 2)[:, :1], torch.device("cpu"))
-        tensor([[0],
-                [2]])
-    """
+    """Send a tensor from the CPU; a GPU takes it in turn, without a wait for what is before it."""
     if device.type != "cuda":
         return x.to(device)
     # Only what is pinned can be sent on its own, and only whole blocks of it.
