@@ -35,16 +35,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Fill a folder aside, then move it into place, under new parents: it is whole or absent.
-
-    Examples:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp(), "model")
-        >>> with new_folder(path) as aside:
-        ...     count = (aside / "notes").write_text("new")
-        >>> (path / "notes").read_text()
-        'new'
-    """
+    """Fill a folder aside, then move it into place, under new parents: it is whole or absent."""
     if os.path.lexists(path):
         raise ValueError(f"{path} exists already: choose another folder, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)

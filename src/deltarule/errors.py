@@ -13,12 +13,7 @@ STANDARD_ERROR = 2
 
 
 def reason(error: BaseException) -> str:
-    """What an error says in one line; of a file's, its path and what is wrong with it.
-
-    Examples:
-        >>> reason(FileNotFoundError(2, "No such file or directory", "text.txt"))
-        'text.txt: No such file or directory'
-    """
+    """What an error says in one line; of a file's, its path and what is wrong with it."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error).partition("\n")[0]

@@ -43,10 +43,6 @@ def fitted(kind: Any, value: Any, where: str = "") -> Any:
     """A value of JSON as the type that is written for it, dataclasses and all; `where` is its name.
 
     The type is a class, or `X | None`, `Literal`, `tuple[X, ...]`, `list[X]`, `dict[str, X]`.
-
-    Examples:
-        >>> fitted(dict[str, tuple[int, ...]], {"sizes": [1, 2]})
-        {'sizes': (1, 2)}
     """
     if dataclasses.is_dataclass(kind):
         return _dataclass(kind, value, where)

@@ -111,10 +111,6 @@ def kept(
 
     p = softmax(logits / temperature);  the k likeliest, p renormalised;  then the shortest prefix
     with a sum of at least top_p, and of that what has at least min_p times the largest p.
-
-    Examples:
-        >>> kept(torch.tensor([[0.0, 2.0, 1.0]]), temperature=1.0, top_p=0.8).size
-        tensor([[2]])
     """
     # The largest becomes 0 before the division, which a small temperature could overflow; one that
     # float32 does not hold would make 0 / 0 of it.

@@ -152,14 +152,7 @@ def token_losses(
 
 
 def positions(batch: Batch) -> Tensor:
-    """The position of each token of a row in its piece, from 1.
-
-    Examples:
-        >>> from deltarule.ops import pack
-        >>> tokens = torch.zeros(1, 5, dtype=torch.int64)
-        >>> positions(Batch(tokens, tokens, pack([3, 2])))
-        tensor([1, 2, 3, 1, 2])
-    """
+    """The position of each token of a row in its piece, from 1."""
     starts = batch.cu_seqlens[:-1].repeat_interleave(batch.cu_seqlens.diff())
     return torch.arange(batch.tokens.shape[1]) - starts + 1
 

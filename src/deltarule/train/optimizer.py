@@ -77,10 +77,6 @@ def decays(model: nn.Module, *, decay_embeddings: bool = False) -> dict[str, boo
 
     It applies to matrices by `deltarule.nn.parameter_roles`: not to gates, scales of norms, biases
     and learned starts, nor, unless asked for, to embeddings and heads tied to them.
-
-    Examples:
-        >>> decays(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2)))
-        {'0.weight': False, '1.weight': True, '1.bias': False}
     """
     decayed = {"matrix", "embedding"} if decay_embeddings else {"matrix"}
     return {name: role in decayed for name, role in parameter_roles(model).items()}

@@ -148,10 +148,6 @@ def divided(text: bytes, number: int, fraction: float) -> list[tuple[bytes, str]
 
     One document in 1 / fraction is held out, and of the first and of long ones the end: then one
     document, or a few of very unequal length, are divided too.
-
-    Examples:
-        >>> divided(b"0123456789", 0, 0.2)
-        [(b'01234567', 'training'), (b'89', 'validation')]
     """
     if number and len(text) < LONG_BYTES:
         drawn = hashlib.blake2b(str(number).encode(), digest_size=8).digest()
