@@ -80,9 +80,11 @@ def conv(
     return Neighbour(tensors, fused, plain, ("weight",))
 
 
-def three_convs(lengths: tuple[int, ...] = (5, 0, 1, 20), fresh: bool = False) -> Neighbour:
-    """The convolutions of packed q, k and v of other widths, of which k has no SiLU."""
-    widths, activated = {"q": 6, "k": 130, "v": 9}, (True, False, True)
+def three_convs(
+    lengths: tuple[int, ...] = (5, 0, 1, 20), fresh: bool = False, alike: bool = False
+) -> Neighbour:
+    """The convolutions of packed q, k and v of other widths, of which k may have no SiLU."""
+    widths, activated = {"q": 6, "k": 130, "v": 9}, (True, alike, True)
     tensors = {name: torch.randn(1, sum(lengths), size) for name, size in widths.items()}
     tensors |= {f"{name} weight": torch.randn(size, 4) for name, size in widths.items()}
     if not fresh:
@@ -258,12 +260,15 @@ MAKERS: dict[str, Callable[[], Neighbour]] = {
     "conv, fresh, packed": lambda: conv(lengths=PACKED, fresh=True),
     "three convs": three_convs,
     "three convs, fresh": lambda: three_convs(fresh=True),
+    "three convs in one launch": lambda: three_convs(alike=True),
     "norm": gated_norm,
     "norm, sigmoid, sliced": lambda: gated_norm(17, "sigmoid", sliced=True),
     "norm without gate": lambda: gated_norm(300, None),
+    "norm in three parts": lambda: gated_norm(96),
     "residual norm": residual_norm,
     "residual norm, sliced": lambda: residual_norm(300, sliced=True),
     "residual norm, no sum": lambda: residual_norm(17, alone=True),
+    "residual norm in three parts": lambda: residual_norm(48),
     "swiglu": swiglu,
     "swiglu, sliced": lambda: swiglu(130, sliced=True),
     "head decay": lambda: decay(None),

@@ -483,6 +483,11 @@ def maps() -> dict[str, tuple[object, ...]]:
         *columns_of_one[:3], *[torch.randn(16, 4) for _ in range(3)], *[None] * 6, True, True, True
     )
     two = gates.Gates(columns_of_one[3], *decay[1:3], columns_of_one[4], 2.0)
+    # Slots of its gradients, the last two for fewer columns.
+    slots = [
+        x.flatten(0, 1) if i > 2 else x
+        for i, x in enumerate(rows(64).split([16, 16, 16, 8, 8], -1))
+    ]
     h = rows(16)[0]
     packed = conv._replace(
         cu_seqlens=torch.tensor([0, 7, 16]),
@@ -502,9 +507,17 @@ def maps() -> dict[str, tuple[object, ...]]:
             short_conv_triton.short_convs_gradients, three, *[rows(16) for _ in range(3)],
             *[None] * 3, *[False] * 3,
         ),
+        "three convolutions back, beside others": (
+            short_conv_triton.short_convs_gradients, three, *[rows(16) for _ in range(3)],
+            *[None] * 3, *[False] * 3, *slots[:3], rows(6), slots[3], None, slots[4],
+        ),
         "norm": (norms_triton.gated_norm, norm),
         "norm without a gate": (norms_triton.gated_norm, norm._replace(gate=None)),
         "norm back": (norms_triton.gated_norm_gradients, norm, rows(2, 16)),
+        "norm back, beside others": (
+            norms_triton.gated_norm_gradients, norm, rows(2, 16),
+            rows(64)[..., 32:].unflatten(-1, (2, 16)),
+        ),
         "norm of a sum": (norms_triton.residual_norm, total),
         "its gradients": (
             norms_triton.residual_norm_gradients, total._replace(x=None, y=None), None, rows(32),

@@ -2,7 +2,7 @@
 
     y_t = SiLU(sum_{j=0..W-1} weight_j * x_{t-W+1+j})        history <- its last R = W - 1 inputs
 
-The arithmetic is that of `short_conv_triton`, to the bit.
+The arithmetic is that of `short_conv_kernels_triton`, to the bit.
 """
 
 from collections import namedtuple
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltarule.ops.fused import short_conv_triton
+from deltarule.ops.fused import short_conv_kernels_triton as whole
 from deltarule.ops.fused.short_conv_triton import OPTIONS
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.named import launch
@@ -55,27 +55,25 @@ def convolve_tokens(
     """C channels of one row."""
     o_d = i_d * C + tl.arange(0, C)
     m_d = o_d < of.D
-    taps = short_conv_triton.load_taps(of.weight, o_d, of.D, W)
+    taps = whole.load_taps(of.weight, o_d, of.D, W)
     p_h, n = of.history + o_d[None, :], i_b + tl.zeros([1], tl.int32)
     window = ()
     for r in tl.static_range(W - 1):
-        b_h = tl.load(
-            p_h + short_conv_triton.history_row(n, r, of.D, W), mask=m_d[None, :], other=0.0
-        )
+        b_h = tl.load(p_h + whole.history_row(n, r, of.D, W), mask=m_d[None, :], other=0.0)
         window = window + (b_h.to(tl.float32),)
     p_x = of.x + i_b.to(tl.int64) * of.s_b + o_d[None, :]
     p_y = of.y + i_b.to(tl.int64) * T * of.D + o_d[None, :]
     for _ in tl.static_range(T):
         b_x = tl.load(p_x, mask=m_d[None, :], other=0.0)
         seen = window + (b_x.to(tl.float32),)
-        b_y = short_conv_triton.finish(short_conv_triton.convolve(seen, taps, W), ACTIVATED)
+        b_y = whole.finish(whole.convolve(seen, taps, W), ACTIVATED)
         tl.store(p_y, b_y.to(of.y.dtype.element_ty), mask=m_d[None, :])
-        window = short_conv_triton.later(seen, W)
+        window = whole.later(seen, W)
         p_x += of.s_t
         p_y += of.D
     for r in tl.static_range(W - 1):
         b_h = window[r].to(of.history.dtype.element_ty)
-        tl.store(p_h + short_conv_triton.history_row(n, r, of.D, W), b_h, mask=m_d[None, :])
+        tl.store(p_h + whole.history_row(n, r, of.D, W), b_h, mask=m_d[None, :])
 
 
 @triton.jit

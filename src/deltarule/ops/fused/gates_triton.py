@@ -6,6 +6,7 @@
 A row holds the C channels of one token: a channel for each head, or K for each head.
 """
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.fused.gates import Gates, LogDecay, WriteStrength
-from deltarule.ops.fused.parts_triton import sum_of_parts
+from deltarule.ops.fused.parts_triton import sums_of_parts
 from deltarule.ops.fused_kernels import adjacent, as_rows
 from deltarule.ops.registration import Backward, Gradients
 from deltarule.ops.runtime.launch import Grid
@@ -164,7 +165,11 @@ def log_decay_gradients(
         values |= {"d_dt": d_dt, "STEP": d_dt is not None, "TILES": tiles}
         values |= {"d_logits": d_logits, "d_A_log": d_rates, "d_dt_bias": d_bias}
         launch(log_decay_backward_kernel, (programs, columns, 1), values | parameters_of(inputs))
-    return d_logits, sum_of_parts(d_rates, A_log), sum_of_parts(d_bias, dt_bias)
+    pairs = [(d_rates, A_log), (d_bias, dt_bias)]
+    # The rate of a head has a part of each of its channels.
+    together = [pairs] if A_log.numel() == dt_bias.numel() else [[pair] for pair in pairs]
+    d_A_log, d_dt_bias = chain(*map(sums_of_parts, together))
+    return d_logits, d_A_log, d_dt_bias
 
 
 def write_strength(inputs: WriteStrength) -> tuple[Tensor]:
