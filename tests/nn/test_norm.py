@@ -98,6 +98,25 @@ def test_a_norm_and_the_product_after_it_are_one_node(least, gated, monkeypatch)
 
 
 @pytest.mark.usefixtures("kernels")
+def test_the_gradient_by_a_gate_is_written_to_its_slot():
+    norm, x, gate, module = normed_product()
+    slots = []
+
+    def slot(like):
+        slots.append(torch.full((2, 9, 20), torch.nan)[..., 8:])
+        assert like.shape == slots[-1].shape
+        return slots[-1]
+
+    d_y = torch.randn(2, 9, 10)
+    given = [x, gate, norm.weight, module.weight]
+    run = norms.gated_norm_product
+    plain = torch.autograd.grad(run(norm, x, gate, module), given, d_y)
+    found = torch.autograd.grad(run(norm, x, gate, module, slot), given, d_y)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert found[1].data_ptr() == slots[0].data_ptr()
+
+
+@pytest.mark.usefixtures("kernels")
 def test_modules_that_are_more_are_called():
     norm, x, gate, module = normed_product()
     handle = norm.register_forward_hook(lambda *_: None)

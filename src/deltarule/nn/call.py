@@ -1,7 +1,8 @@
 """One call of a layer, as its parts hand it to each other."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from deltarule.nn.state import State
 from deltarule.ops.context.rows import LastRows
 
 Factors = Mapping[str, float]
+# The convolutions of a layer, and their histories in its state.
+CONVOLUTIONS = ("q_conv", "k_conv", "v_conv")
 
 
 @dataclass
@@ -26,10 +29,25 @@ class LayerCall:
     projected: dict[str, Tensor] = field(default_factory=dict)
     # What was convolved, and how to convolve it again.
     convolved: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
+    # The memory of the gradient by the output gate, beside those by other projections.
+    gate_slot: Callable[[Tensor], Tensor] | None = None
     # Whether `recurrent_step` follows, which makes gates of their logits itself.
     decoding: bool = False
     # Who has the last rows of x on their way to another process, and where those of another come.
     last_rows: tuple[LastRows, Tensor] | None = None
+
+    def keep_convolved(
+        self, modules: Sequence[nn.Module], streams: Sequence[Tensor],
+        histories: Sequence[Tensor | None], found: Sequence[Tensor], after: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """Keep what became of q, k and v, the next histories, and how to convolve again."""
+        self.projected.update(zip("qkv", found, strict=True))
+        self.after.update(zip(CONVOLUTIONS, after, strict=True))
+        layout = self.layout
+        for module, x, history, y in zip(modules, streams, histories, found, strict=True):
+            if y.requires_grad:
+                run = partial(module, x, history, layout)
+                self.convolved.append((y, lambda run=run: run()[0]))  # type: ignore[misc]
 
     def defer(self, gate: nn.Module) -> None:
         """Let an operator project the output gate while its states travel; there is a context."""

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from deltarule import ops
 from deltarule.nn import one_token
-from deltarule.nn.call import LayerCall
+from deltarule.nn.call import CONVOLUTIONS, LayerCall
+from deltarule.nn.convolved_products import convolved_products
 from deltarule.nn.feature_maps import QueryKeyMap
 from deltarule.nn.gates import float32_parameter, initial_A_log, initial_dt_bias, spread_A_log
 from deltarule.nn.layout import Layout, make_layout, per_step, silence_padding, split
@@ -194,13 +195,16 @@ class DeltaMixer(Mixer):
 
     def project(self, call: LayerCall) -> Projections:
         """Compute everything the rule may read."""
-        steps, projected = self.n_steps, call.projected
+        steps, projected, convolved = self.n_steps, call.projected, False
         if not projected:
             modules = self.of_input()
             if call.layout.context is not None:
                 call.share(modules, max(self.conv_size - 1, 0), self.multipliers)
-            outputs = linears(call.x, tuple(modules.values()))
-            projected.update(zip(modules, outputs, strict=True))
+            elif call.x.requires_grad and self.conv_size and not self.multipliers:
+                convolved = self.convolve_products(call, modules)
+            if not convolved:
+                outputs = linears(call.x, tuple(modules.values()))
+                projected.update(zip(modules, outputs, strict=True))
         for name, factor in self.multipliers.items():
             projected[name] = projected[name] * factor
         if call.last_rows is not None:
@@ -208,7 +212,8 @@ class DeltaMixer(Mixer):
         if isinstance(call.before, DraftedState):
             self.keep_short(call, call.before)
         if self.conv_size:
-            self.convolve(call)
+            if not convolved:
+                self.convolve(call)
         elif self.activates_projections:
             projected.update({n: F.silu(projected[n]) for n in "qkv" if self.activates(n)})
         q = split(projected.pop("q"), self.heads_of("q"), self.head_k_dim)
@@ -265,24 +270,36 @@ class DeltaMixer(Mixer):
             ordinal = torch.arange(1, tokens + 1, device=call.x.device)
             drafted.kept["length"] = drafted["length"][:, None] + ordinal
 
+    def convolve_products(self, call: LayerCall, modules: dict[str, nn.Module]) -> bool:
+        """Apply modules to x and convolve q, k and v in one node of autograd, if that is all."""
+        convolutions: list[Any] = [self._modules[key] for key in CONVOLUTIONS]
+        histories: list[Any] = [call.before.get(key) for key in CONVOLUTIONS]
+        joined = {name: x for name, x in modules.items() if type(x) is nn.Linear}
+        if [*joined][:3] != [*"qkv"]:
+            return False
+        of_all = tuple(joined.values()), convolutions, histories, call.layout
+        if (found := convolved_products(call.x, *of_all)) is None:
+            return False
+        others = {name: module for name, module in modules.items() if name not in joined}
+        call.projected.update({name: linear(call.x, module) for name, module in others.items()})
+        call.projected.update(zip([*joined][3:], found.others, strict=True))
+        if "g" in joined:
+            call.gate_slot = partial(found.room.slot, [*joined].index("g"))
+        call.keep_convolved(convolutions, found.streams, histories, found.y, found.after)
+        return True
+
     def convolve(self, call: LayerCall) -> None:
         """Convolve q, k and v; a step overwrites their histories, where one kernel does all."""
-        keys, layout = [f"{name}_conv" for name in "qkv"], call.layout
-        modules: list[Any] = [self._modules[key] for key in keys]
+        modules: list[Any] = [self._modules[key] for key in CONVOLUTIONS]
         # Taken out: without a gradient they are not needed after their convolution.
         streams = [call.projected.pop(name) for name in "qkv"]
-        histories: list[Any] = [call.before.get(key) for key in keys]
+        histories: list[Any] = [call.before.get(key) for key in CONVOLUTIONS]
         lent = call.decoding and isinstance(call.before, LentState)
         if lent and can_step(modules, streams, histories):
             found, after = step_in_place(modules, streams, histories), histories
         else:
-            found, after = convolved(modules, streams, histories, layout)
-        call.projected.update(zip("qkv", found, strict=True))
-        call.after.update(zip(keys, after, strict=True))
-        for module, x, history, y in zip(modules, streams, histories, found, strict=True):
-            if y.requires_grad:
-                run = partial(module, x, history, layout)
-                call.convolved.append((y, lambda run=run: run()[0]))  # type: ignore[misc]
+            found, after = convolved(modules, streams, histories, call.layout)
+        call.keep_convolved(modules, streams, histories, found, after)
 
     def of_input(self) -> dict[str, nn.Module]:
         """The modules that are applied to x itself, by the names of their results."""
@@ -323,7 +340,8 @@ class DeltaMixer(Mixer):
         o = self.rule.read_out_function(o, projections)
         # The gate alone: what computes the norm again must not hold the other projections.
         gate = projections.output_gate
-        if (y := gated_norm_product(self.o_norm, o, gate, self.o_proj)) is not None:
+        y = gated_norm_product(self.o_norm, o, gate, self.o_proj, call.gate_slot)
+        if y is not None:
             return y
         normed = self.normed(o, gate)
         with recomputed((normed, lambda: self.normed(o, gate))):

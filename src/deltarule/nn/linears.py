@@ -257,7 +257,8 @@ def products_back(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients by x and by each weight, those that are wanted.
 
-    d_all: The matrix whose columns the d_outputs share out among them, if it is known.
+    d_all: The matrix whose columns the d_outputs share out among them, if it is known; used where
+        one product has all of them.
     """
     rows, total = x.flatten(0, -2), None
     found: list[Tensor | None] = [None] * len(wanted)
@@ -265,7 +266,7 @@ def products_back(
         given = [d_outputs[i] for i in group.places]
         if all(d_y is None for d_y in given):
             continue
-        if d_all is None or len(group.cuts) != len(d_outputs):
+        if d_all is None or len(groups) > 1 or d_all.shape[1] != len(whole):
             d_rows = side_by_side(given, group, x)
         else:
             d_rows = d_all

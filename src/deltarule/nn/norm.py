@@ -23,6 +23,7 @@ from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
 from deltarule.ops.operators import direct
 
 Activation = Literal["silu", "sigmoid", "gelu"]
+Slot = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
@@ -96,11 +97,13 @@ def gated_norm(
 
 
 def gated_norm_product(
-    norm: nn.Module, x: Tensor, gate: Tensor | None, module: nn.Module
-) -> Tensor | None:
+    norm: nn.Module, x: Tensor, gate: Tensor | None, module: nn.Module,
+    slot: Slot | None = None,
+) -> Tensor | None:  # fmt: skip
     """A product with the norm of each head of x [..., H, V], as one node of autograd.
 
-    None where the modules are more than that, or kernels do not run.
+    None where the modules are more than that, or kernels do not run. `slot` gives the memory of the
+    gradient by the gate [..., H * V].
     """
     if torch.compiler.is_compiling() or type(norm) is not GatedRMSNorm or is_hooked(norm):
         return None
@@ -112,7 +115,7 @@ def gated_norm_product(
     # Nor where autocast rounds between the two.
     if (given := in_one_node(x, [module])) is None or given[0] is not x:
         return None
-    y: Tensor = direct(NormedProduct)(x, gate, weight, given[1], norm.eps, norm.activation)
+    y: Tensor = direct(NormedProduct)(x, gate, weight, given[1], slot, norm.eps, norm.activation)
     return y
 
 
@@ -121,12 +124,13 @@ class NormedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate: Tensor | None, weight: Tensor, matrix: Tensor, *numbers: Any
-    ) -> Tensor:
+        ctx: Any, x: Tensor, gate: Tensor | None, weight: Tensor, matrix: Tensor,
+        slot: Slot | None, *numbers: Any,
+    ) -> Tensor:  # fmt: skip
         from deltarule.ops.fused import norms_triton as kernels
 
         (n,) = kernels.gated_norm(fused.GatedNorm(x, gate, weight, *numbers))
-        ctx.numbers = numbers
+        ctx.numbers, ctx.slot = numbers, slot
         # As `recomputed` has it.
         ctx.save_for_backward(x, gate, weight, matrix, n if n.nbytes < LEAST else None)
         with without_autocast(x.device):
@@ -143,8 +147,11 @@ class NormedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             (n,) = kernels.gated_norm(norm) if n is None else (n,)
             d_matrix = d_rows.mT @ n.view(-1, matrix.shape[1])
-        d_n = (d_rows @ matrix).view(x.shape)
-        return *kernels.gated_norm_gradients(norm, d_n), d_matrix, None, None
+        d_n, d_gate = (d_rows @ matrix).view(x.shape), None
+        if gate is not None and ctx.slot is not None:
+            d_gate = ctx.slot(gate.flatten(-2)).view(gate.shape)
+        d_x, made, d_weight = kernels.gated_norm_gradients(norm, d_n, d_gate)
+        return d_x, made if d_gate is None else d_gate, d_weight, d_matrix, None, None, None
 
 
 def plain_gated_norm(
