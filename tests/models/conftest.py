@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from deltarule.models import CausalLM, ModelConfig
+from deltarule.models import decoder as decoding
 
 MIXED = ("gated_deltanet", "sliding_window", "attention", "rwkv7")
 
@@ -37,3 +38,13 @@ def random_tokens() -> Callable[..., torch.Tensor]:
         return torch.randint(vocab_size, shape, generator=generator)
 
     return make
+
+
+@pytest.fixture
+def on_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the path of graphs on a CPU too, where the same code runs without a capture."""
+    if not torch.cuda.is_available():
+        name = "deltarule.models.generate.captured_parameters"
+        monkeypatch.setattr(name, lambda model: tuple(model.parameters()))
+        monkeypatch.setattr(decoding.Decoder, "capture", lambda self, model: self.advance(model))
+        monkeypatch.setattr(decoding, "record", lambda *given: None)

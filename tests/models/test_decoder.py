@@ -4,22 +4,14 @@ import pytest
 import torch
 
 from deltarule.models import decoder as decoding
-from deltarule.models.decoder import Decoder, captured, lend, release_graphs
+from deltarule.models.decoder import captured, lend, release_graphs
+from deltarule.models.prompts import side_by_side
 from deltarule.nn import MIXERS
 
 GPU = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 SIDE_BY_SIDE = ("mamba2+attention", "mlp")
 MIXED = ("gated_deltanet", "sliding_window", "attention", "rwkv7")
-
-
-@pytest.fixture
-def on_buffers(monkeypatch):
-    """Take the path of graphs on a CPU too, where the same code runs without a capture."""
-    if not torch.cuda.is_available():
-        name = "deltarule.models.generate.captured_parameters"
-        monkeypatch.setattr(name, lambda model: tuple(model.parameters()))
-        monkeypatch.setattr(Decoder, "capture", lambda self, model: self.advance(model))
 
 
 def sizes(name: str) -> dict[str, object]:
@@ -47,16 +39,17 @@ def test_tokens_on_buffers_are_those_of_separate_calls(
     name, device, make_model, random_tokens, on_buffers
 ):
     model = make_model(**(sizes(name) if isinstance(name, str) else {})).to(device)
-    prompts = [random_tokens(n, seed=n).tolist() for n in (9, 3)]
+    # More than layers read token by token.
+    prompts = [random_tokens(n, seed=n).tolist() for n in (40, 3)]
     kinds = [{"temperature": 0}, {"seed": 3, "top_k": 40, "top_p": 0.9}]
     if name == MIXED:
         kinds += [{"seed": 3, "min_p": 0.02, "repetition_penalty": 1.3, "stop": [7]}]
     for options in kinds:
         again = [
             model.generate(prompts, max_new_tokens=12, cuda_graphs=graphs, **options)
-            for graphs in (False, True, True)
+            for graphs in (False, True, True, True)
         ]
-        assert again[0] == again[1] == again[2]
+        assert again[0] == again[1] == again[2] == again[3]
     release_graphs(model)
 
 
@@ -86,16 +79,21 @@ def test_streams_side_by_side_have_buffers_of_their_own(make_model, on_buffers):
 def test_a_kept_step_is_taken_again_only_where_it_holds(make_model, on_buffers):
     model = make_model()
     greedy, drawn = decoding.Sampling(0, None, None), decoding.Sampling(1.0, None, None)
-    state = lend(model, model(torch.ones(2, 3, dtype=torch.int64))[1], 5)
-    with captured(model, tuple(model.parameters()), state, greedy) as first:
-        pass
-    with captured(model, tuple(model.parameters()), state, greedy) as second:
-        assert second is first
-    with captured(model, tuple(model.parameters()), state, drawn) as third:
-        assert third is not first
+
+    def taken(sampling, prompts):
+        held = decoding.places(tuple(model.parameters()))
+        given = side_by_side(prompts, None, torch.device("cpu"))
+        call = captured(model, held, given, torch.zeros(2), None, sampling, 5)
+        with torch.no_grad(), call as decoder:
+            return decoder
+
+    first = taken(greedy, [[1, 2, 3], [4, 5, 6]])
+    assert taken(greedy, [[7, 8, 9], [1, 1, 1]]) is first
+    assert taken(drawn, [[1, 2, 3], [4, 5, 6]]) is not first
+    # Of prompts of another length the cache of attention has another size.
+    assert taken(greedy, [[1, 2], [4, 5]]) is not first
     model.embedding.weight = torch.nn.Parameter(model.embedding.weight.clone())
-    with captured(model, tuple(model.parameters()), state, greedy) as fourth:
-        assert fourth is not first
+    assert taken(greedy, [[1, 2, 3], [4, 5, 6]]) is not first
 
 
 def test_weights_are_laid_side_by_side_only_where_they_have_moved(make_model, monkeypatch):

@@ -124,11 +124,16 @@ class Block(nn.Module):
         })  # fmt: skip
 
     def lend(self, state: State, tokens: int) -> LentState:
-        """Return a copy of a state that calls of one token may overwrite, for so many tokens."""
+        """Return a state such that so many calls of one token may overwrite it."""
         return LentState({
             prefix + name: tensor for prefix, part, _ in self.parts() if isinstance(part, Frame)
             for name, tensor in part.lend(taken(state, prefix), tokens).items()
         })  # fmt: skip
+
+    @property
+    def appended(self) -> bool:
+        """Whether later tokens are written to new rows of the state."""
+        return any(part.appended for _, part, _ in self.parts() if isinstance(part, Frame))
 
     def _one_token(
         self, x: Hidden, branch: Hidden | None, state: State | None

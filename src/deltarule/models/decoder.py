@@ -1,5 +1,6 @@
 """One decoding step of a model on buffers of its own, which on a GPU is a CUDA graph.
 
+    prompt                ->  token_1, state_0            where it is short, a graph, too
     token_t, state_{t-1}  ->  token_{t+1}, state_t        no allocation, no wait
 
 The buffers stay where they are, so that a step once captured is replayed for every further token of
@@ -7,8 +8,8 @@ every call with as many rows.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deltarule.models.block import Block
+from deltarule.models.prompts import Prompts, overwrite, row_count, shapes
 from deltarule.models.sampling import chosen
-from deltarule.nn import Attention, DeltaMixer, ModelState, SwiGLU
+from deltarule.nn import Attention, DeltaMixer, Experts, ModelState, SwiGLU
 from deltarule.nn.linears import adjoin
 from deltarule.nn.state import DraftedState, LentState
 from deltarule.ops.dispatch import is_plain_eager, triton_missing
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 ROOM = 256
 # Captured steps that a model keeps, the latest; each holds the states of its rows.
 KEPT = 4
+# Kinds of prompts, the latest, that a kept step begins after.
+READ = 8
 # Steps before the capture: kernels are compiled and libraries take their memory.
 WARM_UP = 2
 
@@ -41,6 +45,13 @@ class Sampling(NamedTuple):
     top_p: float | None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+
+
+class Reading(NamedTuple):
+    """Buffers for the prompts of a call, and the graph that reads them."""
+
+    prompts: Prompts
+    graph: torch.cuda.CUDAGraph | None
 
 
 class Decoder:
@@ -58,13 +69,54 @@ class Decoder:
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
+        # By the kind of prompts and the room after them; None: they came, but were not captured.
+        self.readings: dict[object, Reading | None] = {}
+
+    @property
+    def first(self) -> tuple[Tensor, Tensor]:
+        """Of tokens and random numbers the first of each row, [B] each."""
+        return self.tokens, self.draws
 
     def start(self, state: ModelState, tokens: Tensor, seen: Tensor | None = None) -> None:
         """Begin with the state before the tokens [B], and what was seen [B, vocab]: all copied."""
         overwrite(self.state, state)
-        self.tokens.copy_(tokens)
+        self.first[0].copy_(tokens)
         if self.seen is not None and seen is not None:
             self.seen.copy_(seen)
+
+    def begin(self, model: "CausalLM", prompts: Prompts, room: int) -> None:
+        """Begin behind prompts."""
+        logits, state = prompts.read(model)
+        picks = chosen(logits, self.first[1], *self.sampling, self.seen)
+        self.start(lend(model, state, room), picks)
+
+    def read(
+        self, model: "CausalLM", prompts: Prompts, room: int, draws: Tensor, seen: Tensor | None
+    ) -> None:
+        """Begin behind prompts of a kind that is noted: from the third time on by a replay."""
+        key = prompts.kind, room
+        reading = self.readings.pop(key)
+        mine = prompts.clone() if reading is None else reading.prompts
+        mine.overwrite(prompts)
+        self.first[1].copy_(draws)
+        if self.seen is not None and seen is not None:
+            self.seen.copy_(seen)
+        if reading is not None and reading.graph is not None:
+            reading.graph.replay()
+        else:
+            with as_written(model):
+                self.begin(model, mine, room)
+        if reading is None:
+            graph = record(model, lambda: self.begin(model, mine, room), self.graph)
+            reading = Reading(mine, graph)
+        self.readings[key] = reading
+
+    def note(self, prompts: Prompts, room: int) -> None:
+        """Prompts were read; they are captured when their kind comes again."""
+        if prompts.short:
+            self.readings[prompts.kind, room] = None
+        for key in list(self.readings)[:-READ]:
+            del self.readings[key]
 
     def advance(self, model: "CausalLM") -> None:
         """Read the tokens, overwrite the state, and put the next tokens in their place."""
@@ -86,12 +138,8 @@ class Decoder:
             for _ in range(WARM_UP):
                 self.advance(model)
         torch.cuda.current_stream(device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Another thread of the process may use the GPU meanwhile.
-        taken = torch.cuda.graph(graph, capture_error_mode="thread_local")
-        with taken, chain(device), as_written(model):
-            self.advance(model)
-        self.graph = graph
+        with chain(device):
+            self.graph = record(model, lambda: self.advance(model))
 
     def step(self, model: "CausalLM") -> Tensor:
         """The next tokens [B], in the decoder's buffer; -1 where the logits were no numbers."""
@@ -114,6 +162,10 @@ class DraftDecoder(Decoder):
         self.accepted = torch.ones_like(self.tokens[:, 0])
         self.draws = torch.zeros(sizes, device=device)
 
+    @property
+    def first(self) -> tuple[Tensor, Tensor]:
+        return self.tokens[:, 0], self.draws[:, 0]
+
     def advance(self, model: "CausalLM") -> None:
         """Read all tokens, draw one after each, and keep the state after those that fit."""
         before = [DraftedState(layer) for layer in self.state]
@@ -133,6 +185,23 @@ class DraftDecoder(Decoder):
         return self.picks, self.accepted
 
 
+def record(
+    model: "CausalLM", run: Callable[[], None], beside: torch.cuda.CUDAGraph | None = None
+) -> torch.cuda.CUDAGraph | None:
+    """The graph of a call, which is not run; its memory is that of a graph that never runs beside.
+
+    All that it calls has been compiled before.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # Another thread of the process may use the GPU meanwhile.
+    options: dict[str, Any] = {"capture_error_mode": "thread_local"}
+    if beside is not None:
+        options["pool"] = beside.pool()
+    with torch.cuda.graph(graph, **options), as_written(model):
+        run()
+    return graph
+
+
 def as_written(model: "CausalLM") -> contextlib.AbstractContextManager[object]:
     """Within, compiled blocks run eagerly: tokens, states and prompts would each be compiled."""
     if all(block._compiled_call_impl is None for block in model.blocks):
@@ -149,9 +218,15 @@ def chain(device: torch.device) -> contextlib.AbstractContextManager[None]:
     return chained.chain(device)
 
 
-def lend(model: "CausalLM", state: ModelState, tokens: int) -> ModelState:
-    """A copy of the state that can be overwritten in place for so many more tokens."""
-    room = -(-tokens // ROOM) * ROOM
+def room_for(model: "CausalLM", tokens: int) -> int:
+    """Rows that caches of attention need for so many tokens to come; 0 where there is none."""
+    blocks = [block for block in model.blocks if isinstance(block, Block)]
+    grow = any(block.appended for block in blocks)
+    return -(-tokens // ROOM) * ROOM if grow else 0
+
+
+def lend(model: "CausalLM", state: ModelState, room: int) -> ModelState:
+    """The state, of no more use to others, such that so many tokens can overwrite it in place."""
     blocks = zip(model.blocks, state, strict=True)
     return ModelState(
         block.lend(layer, room) for block, layer in blocks if isinstance(block, Block)
@@ -162,60 +237,55 @@ def lend(model: "CausalLM", state: ModelState, tokens: int) -> ModelState:
 _adjoined: "WeakKeyDictionary[CausalLM, object]" = WeakKeyDictionary()
 
 
-def adjoin_projections(model: "CausalLM", parameters: Sequence[Parameter]) -> None:
-    """Lay the weights that read one input side by side in memory; see `deltarule.nn.linears`."""
-    if _adjoined.get(model) == places(parameters):
-        return
+def adjoin_projections(model: "CausalLM", parameters: Sequence[Parameter]) -> object:
+    """Lay the weights that read one input side by side in memory; see `deltarule.nn.linears`.
+
+    Return where the parameters are then.
+    """
+    found = places(parameters)
+    if _adjoined.get(model) == found:
+        return found
     for module in model.modules():
         if isinstance(module, DeltaMixer | Attention | SwiGLU):
             adjoin(tuple(module.of_input().values()))
-    _adjoined[model] = places(parameters)
+    _adjoined[model] = found = places(parameters)
+    return found
 
 
 def places(parameters: Sequence[Parameter]) -> object:
     return tuple((parameter.data_ptr(), parameter.dtype) for parameter in parameters)
 
 
-def overwrite(state: ModelState, other: ModelState) -> None:
-    """Give each tensor of the state the other's numbers, unless they are one."""
-    pairs = [
-        (tensor, given[name])
-        for layer, given in zip(state, other, strict=True)
-        for name, tensor in layer.items()
-        if tensor is not given[name]
-    ]
-    # One call copies all tensors of a dtype.
-    kinds = {(tensor.dtype, given.dtype) for tensor, given in pairs}
-    for kind in sorted(kinds, key=str):
-        alike = [pair for pair in pairs if (pair[0].dtype, pair[1].dtype) == kind]
-        torch._foreach_copy_([pair[0] for pair in alike], [pair[1] for pair in alike])
-
-
-# The captured steps of each model, the latest last.
-_captured: "WeakKeyDictionary[CausalLM, list[tuple[object, Decoder]]]" = WeakKeyDictionary()
+# The captured steps of each model, the latest last: what each holds for, and its state's shapes.
+_captured: "WeakKeyDictionary[CausalLM, list[tuple[tuple[object, object], Decoder]]]" = (
+    WeakKeyDictionary()
+)
 
 
 @contextlib.contextmanager
 def captured(
-    model: "CausalLM",
-    parameters: Sequence[Parameter],
-    state: ModelState,
-    sampling: Sampling,
-    draft: int = 0,
-) -> Iterator[Decoder]:
-    """A decoder with its graph, for this caller alone until it is given back."""
-    key = draft, kind_of(parameters, state, sampling)
-    kept = _captured.setdefault(model, [])
-    places = [place for place, (other, _) in enumerate(kept) if other == key]
-    if places:
-        decoder = kept.pop(places[0])[1]
+    model: "CausalLM", held: object, prompts: Prompts, draws: Tensor, seen: Tensor | None,
+    sampling: Sampling, tokens: int, draft: int = 0,
+) -> Iterator[Decoder]:  # fmt: skip
+    """A decoder that has begun behind prompts, for this caller alone until it is given back.
+
+    held: Where the parameters are. tokens: How many may follow the prompts.
+    """
+    kept, kind = _captured.setdefault(model, []), held_for(held, sampling, draft)
+    room = room_for(model, tokens)
+    reads = [key[0] == kind and (prompts.kind, room) in other.readings for key, other in kept]
+    if any(reads):
+        key, decoder = kept.pop(reads.index(True))
+        decoder.read(model, prompts, room, draws, seen)
     else:
-        own = ModelState(LentState(layer.clone()) for layer in state)
-        if draft:
-            decoder = DraftDecoder(own, sampling, draft)
-        else:
-            decoder = Decoder(own, sampling, model.config.vocab_size)
-        decoder.capture(model)
+        with as_written(model):
+            logits, state = prompts.read(model)
+        first, state = chosen(logits, draws, *sampling, seen), lend(model, state, room)
+        key = kind, shapes(state)
+        alike = [place for place, (other, _) in enumerate(kept) if other == key]
+        decoder = kept.pop(alike[0])[1] if alike else new_decoder(model, state, sampling, draft)
+        decoder.start(state, first, seen)
+        decoder.note(prompts, room)
     try:
         yield decoder
     finally:
@@ -223,30 +293,37 @@ def captured(
         del kept[:-KEPT]
 
 
-def kind_of(parameters: Sequence[Parameter], state: ModelState, sampling: Sampling) -> object:
-    """What a graph holds for: where the parameters lie, the buffers' sizes, how it was computed."""
-    shapes = tuple(
-        (name, tensor.shape, tensor.dtype) for layer in state for name, tensor in layer.items()
-    )
+def new_decoder(model: "CausalLM", state: ModelState, sampling: Sampling, draft: int) -> Decoder:
+    """A decoder for rows of such a state, with its graph."""
+    own = ModelState(LentState(layer.clone()) for layer in state)
+    vocab_size = model.config.vocab_size
+    decoder = DraftDecoder(own, sampling, draft) if draft else Decoder(own, sampling, vocab_size)
+    decoder.capture(model)
+    return decoder
+
+
+def held_for(held: object, sampling: Sampling, draft: int) -> object:
+    """What a graph holds for: where the parameters lie, and how it was computed."""
     autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    return shapes, places(parameters), tuple(sampling), autocast, torch.is_inference_mode_enabled()
+    return draft, held, tuple(sampling), autocast, torch.is_inference_mode_enabled()
 
 
 def captured_parameters(model: "CausalLM") -> tuple[Parameter, ...] | None:
     """What a CUDA graph of a step reads; None where there can be none.
 
-    It takes a GPU, and nothing that watches. The walk through the modules takes as long as the
-    host's part of two layers: a call makes it once.
+    It takes a GPU, nothing that watches, and no layer that waits for the GPU. PyTorch's own walk
+    through the modules takes as long as the host's part of a layer.
     """
     if model.embedding.weight.device.type != "cuda" or not is_plain_eager():
         return None
-    parameters = tuple(model.parameters())
-    plain = all(type(parameter) is Parameter for parameter in parameters)
-    return parameters if plain else None
-
-
-def row_count(state: ModelState) -> int:
-    return max((len(tensor) for layer in state for tensor in layer.values()), default=0)
+    modules: list[Any] = [model]
+    found: list[Any] = []
+    for module in modules:
+        found += [x for x in module._parameters.values() if x is not None]
+        modules += [x for x in module._modules.values() if x is not None]
+    plain = all(type(parameter) is Parameter for parameter in found)
+    waits = any(isinstance(module, Experts) and module.waits for module in modules)
+    return tuple(found) if plain and not waits else None
 
 
 def state_device(state: ModelState) -> torch.device:
@@ -254,7 +331,7 @@ def state_device(state: ModelState) -> torch.device:
 
 
 def release_graphs(model: "CausalLM") -> None:
-    """Free the captured steps of a model, and the memory of their states.
+    """Free the captured steps of a model and passes over prompts, and the memory of their states.
 
     Args:
         model: The model; its next `generate` on a GPU captures anew.

@@ -5,17 +5,13 @@ g_1 .. g_n guessed after g_0, t_i drawn after g_i:      t_0 .. t_m are taken, m 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 
-from deltarule.models.decoder import DraftDecoder, captured, lend
+from deltarule.models.decoder import DraftDecoder
 from deltarule.models.request import Options, Rows
 from deltarule.models.sampling import Draws
-from deltarule.nn import ModelState
 
 if TYPE_CHECKING:
     from deltarule.models.causal_lm import CausalLM
@@ -68,43 +64,33 @@ class Shares:
 
 
 def drafted(
-    model: "CausalLM", parameters: Sequence[Parameter] | None, prompts: list[list[int]],
-    state: ModelState, tokens: Tensor, draws: Draws, rows: Rows, options: Options,
+    model: "CausalLM", decoder: DraftDecoder, prompts: list[list[int]], draws: Draws, rows: Rows,
+    options: Options,
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
     """Yield (row, token), of as many tokens a step as were guessed, plus one; or fewer.
 
-    Steps are replays of a CUDA graph where the parameters that it reads are given.
+    The decoder has begun behind the prompts.
     """
-    count, device = options.draft + 1, tokens.device
+    count, device = options.draft + 1, decoder.tokens.device
     lookups, shares = [Lookup(prompt) for prompt in prompts], Shares(draws, len(prompts))
-    lent = lend(model, state, options.max_new_tokens + count)
-    taken = [[token] for token in tokens.tolist()]
-    with (
-        nullcontext()
-        if parameters is None
-        else captured(model, parameters, lent, options.sampling, options.draft)
-    ) as decoder:
-        if decoder is None:
-            decoder = DraftDecoder(lent, options.sampling, options.draft)
-        assert isinstance(decoder, DraftDecoder)
-        decoder.start(lent, decoder.tokens)
-        while True:
-            for row, token in rows.take(dict(enumerate(taken))):
-                lookups[row].add(token)
-                yield row, token
-            if not rows.going:
-                return
-            # Rows that are done run along, and nobody looks at them.
-            read = [[new[-1], *padded(known, options.draft)] for new, known in zip(
-                taken, lookups, strict=True)]  # fmt: skip
-            decoder.tokens.copy_(torch.tensor(read, device=device))
-            if options.temperature != 0:
-                shown = [shares.first(row, count) for row in range(len(prompts))]
-                decoder.draws.copy_(torch.tensor(shown, device=device))
-            picks, accepted = (x.tolist() for x in decoder.guess(model))
-            taken = [new[:fit] for new, fit in zip(picks, accepted, strict=True)]
-            for row, fit in enumerate(accepted):
-                shares.use(row, fit)
+    taken = [[token] for token in decoder.first[0].tolist()]
+    while True:
+        for row, token in rows.take(dict(enumerate(taken))):
+            lookups[row].add(token)
+            yield row, token
+        if not rows.going:
+            return
+        # Rows that are done run along, and nobody looks at them.
+        read = [[new[-1], *padded(known, options.draft)] for new, known in zip(
+            taken, lookups, strict=True)]  # fmt: skip
+        decoder.tokens.copy_(torch.tensor(read, device=device))
+        if options.temperature != 0:
+            shown = [shares.first(row, count) for row in range(len(prompts))]
+            decoder.draws.copy_(torch.tensor(shown, device=device))
+        picks, accepted = (x.tolist() for x in decoder.guess(model))
+        taken = [new[:fit] for new, fit in zip(picks, accepted, strict=True)]
+        for row, fit in enumerate(accepted):
+            shares.use(row, fit)
 
 
 def padded(known: Lookup, most: int) -> list[int]:

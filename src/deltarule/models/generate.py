@@ -4,21 +4,22 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from deltarule.models.decoder import (
     Decoder,
+    DraftDecoder,
     Sampling,
     adjoin_projections,
     as_written,
     captured,
     captured_parameters,
     lend,
-    row_count,
+    room_for,
 )
 from deltarule.models.drafted import drafted
 from deltarule.models.late import Late
+from deltarule.models.prompts import most_tokens, side_by_side
 from deltarule.models.request import Options, Prompt, Rows, Stop, check_prompts
 from deltarule.models.sampling import Draws, chosen
 from deltarule.nn import ModelState
@@ -77,7 +78,8 @@ def generate(
         state: What the model returned for earlier tokens, one row a prompt or one row for all: a
             prompt cache. It is not changed. Every prompt then holds at least one token.
         cuda_graphs: On a GPU, decode by replaying a CUDA graph of one step, which the first call
-            with as many rows captures and the model keeps (`release_graphs` frees it). False, or a
+            with as many rows captures and the model keeps (`release_graphs` frees it), and read
+            short prompts by one that the second call with prompts like them captures. False, or a
             CPU, runs the model anew for each token.
         draft: Tokens, up to 15, that are guessed for each row: those that followed where its last
             tokens stood before. The model reads them in one step with the token that they follow,
@@ -158,32 +160,44 @@ def _sample(
     """Yield (row, token) in order of time."""
     if not prompts or options.max_new_tokens == 0:
         return
-    draws = Draws(options.seed, len(prompts), model.embedding.weight.device)
+    device = model.embedding.weight.device
+    draws = Draws(options.seed, len(prompts), device)
     parameters = captured_parameters(model)
+    held, most = None, 0
     if parameters is not None:
-        adjoin_projections(model, parameters)
-    if not options.cuda_graphs:
-        parameters = None
-    rows = Rows(len(prompts), options)
-    logits, state = _read_prompts(model, prompts, state)
-    seen = tokens_of(prompts, logits) if options.repetition_penalty != 1 else None
-    tokens = chosen(logits, draws.next(rows.going), *options.sampling, seen)
+        held = adjoin_projections(model, parameters)
+        most = most_tokens(parameters, len(model.blocks))
+    rows, sampling = Rows(len(prompts), options), options.sampling
+    seen = None
+    if options.repetition_penalty != 1:
+        seen = tokens_of(prompts, model.config.vocab_size).to(device)
+    given, first = side_by_side(prompts, state, device, most), draws.next(rows.going)
+    after = options.max_new_tokens + (options.draft + 1 if options.draft else 0)
+    if held is not None and options.cuda_graphs:
+        call = captured(model, held, given, first, seen, sampling, after, options.draft)
+        with call as decoder:
+            if isinstance(decoder, DraftDecoder):
+                yield from drafted(model, decoder, prompts, draws, rows, options)
+            else:
+                yield from _replay(model, decoder, draws, rows)
+        return
+    with as_written(model):
+        logits, state = given.read(model)
+    tokens = chosen(logits, first, *sampling, seen)
     if options.draft:
-        yield from drafted(model, parameters, prompts, state, tokens, draws, rows, options)
-    elif parameters is not None:
-        lent = lend(model, state, options.max_new_tokens)
-        with captured(model, parameters, lent, options.sampling) as decoder:
-            yield from _replay(model, decoder, lent, tokens, seen, draws, rows)
+        decoder = DraftDecoder(lend(model, state, room_for(model, after)), sampling, options.draft)
+        decoder.start(decoder.state, tokens)
+        yield from drafted(model, decoder, prompts, draws, rows, options)
     else:
-        yield from _step(model, state, tokens, seen, draws, rows, options.sampling)
+        yield from _step(model, state, tokens, seen, draws, rows, sampling)
 
 
-def tokens_of(rows: list[list[int]], logits: Tensor) -> Tensor:
+def tokens_of(rows: list[list[int]], vocab_size: int) -> Tensor:
     """Which tokens each row holds, bool [B, vocab]."""
-    seen = torch.zeros(logits.shape, dtype=torch.bool)
+    seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
     for row, tokens in zip(seen, rows, strict=True):
         row[tokens] = True
-    return seen.to(logits.device)
+    return seen
 
 
 def _step(
@@ -218,18 +232,11 @@ def _step(
 
 
 def _replay(
-    model: "CausalLM",
-    decoder: Decoder,
-    state: ModelState,
-    tokens: Tensor,
-    seen: Tensor | None,
-    draws: Draws,
-    rows: Rows,
+    model: "CausalLM", decoder: Decoder, draws: Draws, rows: Rows
 ) -> Iterator[tuple[int, int]]:
     """One replay a token, read a step late; rows that are done run along and are not looked at."""
     everyone, steps = list(rows.going), rows.most
-    decoder.start(state, tokens, seen)
-    unread = Late(tokens)
+    unread = Late(decoder.tokens)
     for step in range(steps):
         read = unread
         if step < steps - 1:
@@ -240,23 +247,3 @@ def _replay(
         yield from rows.take({row: [token] for row, token in enumerate(read.tolist())})
         if not rows.going:
             return
-
-
-def _read_prompts(
-    model: "CausalLM", prompts: list[list[int]], state: ModelState | None
-) -> tuple[Float[Tensor, "B vocab"], ModelState]:
-    """Run all prompts in one pass, padded on the left so that each ends in the last column."""
-    device = model.embedding.weight.device
-    longest = max(map(len, prompts))
-    padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
-    lengths = [len(prompt) for prompt in prompts]
-    # The host knows what is padded: asking a GPU would wait for it.
-    mask = None
-    if min(lengths) < longest:
-        mask = (torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]).to(device)
-    if state is not None and row_count(state) < len(prompts):
-        state = state.select(torch.zeros(len(prompts), dtype=torch.int64, device=device))
-    with as_written(model):
-        x, state = model.hidden(torch.tensor(padded, device=device), state, mask=mask)
-    # The head sees the last position only: a long prompt never makes [T, vocab] logits.
-    return model.logits(x[:, -1]), state

@@ -93,9 +93,9 @@ def _as_sequence(stop: Stop) -> list[int]:
 
 
 def _check_range(name: str, tokens: list[int], vocab_size: int) -> None:
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"{name} must hold tokens in [0, {vocab_size}), got {token}")
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise ValueError(f"{name} must hold tokens in [0, {vocab_size}), got {wrong}")
 
 
 def check_prompts(
@@ -135,7 +135,7 @@ def _as_list(index: int, prompt: Prompt) -> list[int]:
             )
         prompt = prompt.tolist()
     try:
-        return [operator.index(token) for token in prompt]
+        return list(map(operator.index, prompt))
     except TypeError:
         raise ValueError(f"prompts[{index}] must be a list of tokens, got {prompt!r:.80}") from None
 

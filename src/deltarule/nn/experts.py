@@ -15,6 +15,8 @@ from deltarule.nn.mlp import HiddenActivation, make_mlp
 from deltarule.shapes import Hidden
 
 Scores = Literal["softmax", "sigmoid"]
+# Major versions of GPUs on which PyTorch groups products of bfloat16 without the host.
+GROUPED = (9, 10)
 # Added to the sum of the chosen scores; all of them may be zero.
 TINY = 1e-20
 
@@ -123,6 +125,13 @@ class Experts(nn.Module):
             shared = torch.sigmoid(self.shared_gate(x)) * shared
         return y + shared
 
+    @property
+    def waits(self) -> bool:
+        """Whether the host has to know on a GPU how many rows each expert has."""
+        up, down = self.up_proj, self.down_proj
+        on_device = up.dtype == torch.bfloat16 and is_grouped(up) and is_grouped(down)
+        return not on_device or torch.cuda.get_device_capability(up.device)[0] not in GROUPED
+
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen experts of rows [N, hidden_size] and their weights, [N, k] each."""
         logits = wide_product(rows, self.router.weight)
@@ -147,11 +156,15 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     What stands in rows after the last expert's is anything.
     """
-    # PyTorch's grouped product has no float64, and takes rows of a multiple of 16 bytes.
-    whole = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
-    if x.dtype != torch.float64 and whole:
+    if is_grouped(weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     last = ends.tolist()
     parts = zip(weight.unbind(), [0, *last[:-1]], last, strict=True)
     found = [F.linear(x[start:end], matrix) for matrix, start, end in parts]
     return torch.cat([*found, x.new_zeros(len(x) - last[-1], weight.shape[1])])
+
+
+def is_grouped(weight: Tensor) -> bool:
+    """PyTorch's grouped product has no float64, and takes rows of a multiple of 16 bytes."""
+    whole = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
+    return whole and weight.dtype != torch.float64

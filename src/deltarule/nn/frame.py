@@ -166,8 +166,8 @@ class Frame(nn.Module, ABC):
         return state
 
     def lend(self, state: State, tokens: int) -> LentState:
-        """Return a copy of a state that calls of one token may overwrite, for so many tokens."""
-        return LentState(state.clone())
+        """Return a state such that so many calls of one token may overwrite it."""
+        return LentState(state)
 
     def state_before(self, state: State | None, layout: Layout) -> State:
         """Check the given state, or make the one that starts afresh."""

@@ -91,7 +91,7 @@ class Layout:
         if self.order is None or self.real is None:
             return x
         moved = torch.take_along_dim(x, self.order.unsqueeze(-1), dim=1)
-        return moved.masked_fill(~self.real.unsqueeze(-1), 0)
+        return torch.where(self.real.unsqueeze(-1), moved, 0)
 
     def to_place(self, y: Tensor) -> Tensor:
         """Move each token back to where `to_front` took it from."""
@@ -241,9 +241,9 @@ def silence_padding(
             if x.ndim == 1:
                 # A constant decay has to differ between tokens now.
                 x = x.expand(*real.shape, -1)
-            steps = n_steps if name in EACH_STEP else 1
-            padding = (~real).repeat_interleave(steps, dim=1)
-            silent[name] = x.masked_fill(padding[(...,) + (None,) * (x.ndim - 2)], 0)
+            each = name in EACH_STEP and n_steps > 1
+            kept = real.repeat_interleave(n_steps, dim=1) if each else real
+            silent[name] = torch.where(kept[(...,) + (None,) * (x.ndim - 2)], x, 0)
     return silent
 
 

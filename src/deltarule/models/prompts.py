@@ -1,0 +1,132 @@
+"""The prompts of one call side by side, which the model reads in one pass.
+
+tokens [B, T], padded on the left        ->        logits after the last column, state
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from deltarule.nn import ModelState
+from deltarule.ops.few_tokens import MAX_TOKENS
+from deltarule.shapes import Mask
+
+if TYPE_CHECKING:
+    from deltarule.models.causal_lm import CausalLM
+
+# Fewest columns that are added, and parts of a power of two that they fill: close lengths share a
+# CUDA graph.
+COLUMNS, PARTS = 64, 8
+# Products of numbers a layer that a GPU may have done before Python asks for the next layer, and
+# tokens, for the memory that a graph keeps.
+WORK, TOKENS = 3e11, 2**15
+
+
+class Prompts(NamedTuple):
+    """What is read: each prompt ends in the last column."""
+
+    tokens: Int[Tensor, "B T"]
+    # False at padding. None: there is none.
+    mask: Mask | None
+    # What comes before them, one row a prompt or one for all. None: nothing.
+    state: ModelState | None
+    # Whether Python may take longer over them than a GPU, and a graph is worth its memory.
+    short: bool = False
+
+    @property
+    def kind(self) -> object:
+        """What a CUDA graph that reads them holds for."""
+        state = None if self.state is None else shapes(self.state)
+        return self.tokens.shape, self.mask is None, state
+
+    def read(self, model: "CausalLM") -> tuple[Float[Tensor, "B vocab"], ModelState]:
+        """Return the logits after each prompt, and the state."""
+        state, count = self.state, len(self.tokens)
+        if state is not None and row_count(state) < count:
+            state = state.select(self.tokens.new_zeros(count))
+        x, state = model.hidden(self.tokens, state, mask=self.mask)
+        # The head sees the last position only: a long prompt never makes [T, vocab] logits.
+        return model.logits(x[:, -1]), state
+
+    def clone(self) -> "Prompts":
+        mask, state = self.mask, self.state
+        return Prompts(
+            self.tokens.clone(),
+            None if mask is None else mask.clone(),
+            None if state is None else state.clone(),
+        )
+
+    def overwrite(self, given: "Prompts") -> None:
+        """Take the numbers of others of the same kind."""
+        self.tokens.copy_(given.tokens)
+        if self.mask is not None and given.mask is not None:
+            self.mask.copy_(given.mask)
+        if self.state is not None and given.state is not None:
+            overwrite(self.state, given.state)
+
+
+def side_by_side(
+    prompts: Sequence[list[int]], state: ModelState | None, device: torch.device, most: int = 0
+) -> Prompts:
+    """Pad prompts on the left; up to `most` tokens in all are short.
+
+    With graphs and without, so that both give the same bits.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    longest = columns(max(lengths), len(prompts), most)
+    padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = None
+    # The host knows what is padded: asking a GPU would wait for it.
+    if min(lengths) < longest:
+        mask = (torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]).to(device)
+    short = longest * len(prompts) <= most
+    return Prompts(torch.tensor(padded, device=device), mask, state, short)
+
+
+def columns(longest: int, count: int, most: int) -> int:
+    """Columns for so many prompts, the longest of so many tokens, of which `most` are short.
+
+    Examples:
+        >>> [columns(longest, 2, 4096) for longest in (1, 2, 17, 65, 1025, 2047, 2049)]
+        [1, 16, 64, 128, 1152, 2048, 2049]
+    """
+    if longest == 1:
+        return 1
+    # Up to MAX_TOKENS layers read token by token.
+    part = max(COLUMNS, 2 ** (longest - 1).bit_length() // (2 * PARTS))
+    wide = MAX_TOKENS if longest <= MAX_TOKENS else -(-longest // part) * part
+    return wide if wide * count <= most else longest
+
+
+def most_tokens(parameters: Sequence[Tensor], layers: int) -> int:
+    """How many tokens of prompts are short to a model."""
+    work = sum(parameter.numel() for parameter in parameters) / layers
+    return int(min(WORK / work, TOKENS))
+
+
+def row_count(state: ModelState) -> int:
+    return max((len(tensor) for layer in state for tensor in layer.values()), default=0)
+
+
+def shapes(state: ModelState) -> object:
+    return tuple(
+        (name, tensor.shape, tensor.dtype) for layer in state for name, tensor in layer.items()
+    )
+
+
+def overwrite(state: ModelState, other: ModelState) -> None:
+    """Give each tensor of the state the other's numbers, unless they are one."""
+    pairs = [
+        (tensor, given[name])
+        for layer, given in zip(state, other, strict=True)
+        for name, tensor in layer.items()
+        if tensor is not given[name]
+    ]
+    # One call copies all tensors of a dtype.
+    kinds = {(tensor.dtype, given.dtype) for tensor, given in pairs}
+    for kind in sorted(kinds, key=str):
+        alike = [pair for pair in pairs if (pair[0].dtype, pair[1].dtype) == kind]
+        torch._foreach_copy_([pair[0] for pair in alike], [pair[1] for pair in alike])
