@@ -7,6 +7,7 @@ Packing:  the sequences lie end to end in one row, and each looks back into its 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import is_not
 from typing import Any
 
 import torch
@@ -210,10 +211,10 @@ def shared_layout(
 ) -> Layout:
     """`make_layout`, once for all layers of a pass that are given the same tensors."""
     given = cu_seqlens, mask, context
-    if torch.compiler.is_compiling() or not any(part is not None for part in given):
+    if torch.compiler.is_compiling():
         return make_layout(x, *given)
     before, layout = shared.get(SHARED, ((), None))
-    same = layout is not None and all(a is b for a, b in zip(given, before, strict=True))
+    same = layout is not None and not any(map(is_not, given, before))
     if not same or (layout.batch, layout.tokens, layout.device) != (*x.shape[:2], x.device):
         layout = make_layout(x, *given)
         shared[SHARED] = given, layout

@@ -87,7 +87,7 @@ def in_one_product(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     whole = as_one(weights) if len(weights) > 1 else None
     if whole is None:
         return [product(x, weight) for weight in weights]
-    return product(x, whole).split([weight.shape[0] for weight in weights], dim=-1)
+    return product(x, whole).split_with_sizes([weight.shape[0] for weight in weights], dim=-1)
 
 
 def linear(x: Tensor, module: nn.Module) -> Tensor:

@@ -46,7 +46,8 @@ class SwiGLU(nn.Module):
     def forward(self, x: Hidden) -> Hidden:
         """Map x [B, T, hidden_size] token by token."""
         of_input, factor = tuple(self.of_input().values()), self.gate_multiplier
-        if why_not_fused(x) is None and (given := in_one_node(x, (*of_input, self.down_proj))):
+        given = in_one_node(x, (*of_input, self.down_proj))
+        if given is not None and why_not_fused(x) is None:
             y: Hidden = direct(GatedProducts)(*given, factor)
             return y
         gate, up = linears(x, of_input)

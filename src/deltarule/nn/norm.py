@@ -105,7 +105,9 @@ def gated_norm_product(
     None where the modules are more than that, or kernels do not run. `slot` gives the memory of the
     gradient by the gate [..., H * V].
     """
-    if torch.compiler.is_compiling() or type(norm) is not GatedRMSNorm or is_hooked(norm):
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if type(norm) is not GatedRMSNorm or is_hooked(norm):
         return None
     weight = norm.weight
     if x.shape[-1:] != weight.shape or why_no_gated_norm(x, gate, norm.activation):

@@ -16,6 +16,7 @@ from torch import Tensor
 SURROUNDINGS: list[Callable[[], AbstractContextManager[None]]] = []
 # Bytes of a tensor that is worth it: notes cost the host time, whatever the size.
 LEAST = 2**25
+NOTHING = nullcontext()
 Saved = Tensor | tuple["Recipe", torch.Size]
 # A tensor, and what computes it again.
 Computed = tuple[Tensor, Callable[[], Tensor]]
@@ -94,11 +95,11 @@ def recomputed(*tensors: Computed) -> AbstractContextManager[None]:
     arithmetic costs more than its memory.
     """
     # To a compiler sizes are no numbers.
-    if torch.compiler.is_compiling():
-        return nullcontext()
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return NOTHING
     large = [pair for pair in tensors if pair[0].requires_grad and pair[0].nbytes >= LEAST]
-    able = large and large[0][0].is_cuda and torch.is_grad_enabled() and hooks_are_free()
-    return remembered(*large) if able else nullcontext()
+    able = large and large[0][0].is_cuda and hooks_are_free()
+    return remembered(*large) if able else NOTHING
 
 
 @contextmanager
