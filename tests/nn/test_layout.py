@@ -6,7 +6,7 @@ import torch
 import deltarule
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import layout
-from deltarule.nn.layout import make_layout, per_step, shared_layout, silence_padding
+from deltarule.nn.layout import front_mask, make_layout, per_step, shared_layout, silence_padding
 
 
 def test_real_tokens_move_to_the_front_and_back():
@@ -96,3 +96,16 @@ def test_a_layout_of_other_tokens_is_not_shared():
     shared_layout(torch.ones(1, 3, 4), offsets, None, None, shared)
     with pytest.raises(ValueError, match="cu_seqlens"):
         shared_layout(torch.ones(1, 4, 1), offsets, None, None, shared)
+
+
+def test_rows_that_are_known_to_begin_with_real_tokens_are_not_moved():
+    x, lengths = torch.randn(2, 4, 3), torch.tensor([4, 1])
+    mask = front_mask(lengths, 4)
+    assert mask.tolist() == [[True] * 4, [True, False, False, False]]
+    known, found = make_layout(x, None, mask), make_layout(x, None, mask.clone())
+    assert known.order is None
+    assert known.place is None
+    assert torch.equal(known.real, found.real)
+    assert torch.equal(known.counts, found.counts)
+    assert torch.equal(known.to_front(x)[mask], found.to_front(x)[mask])
+    assert known.to_place(x) is x

@@ -188,10 +188,23 @@ def _packed(x: Hidden, cu_seqlens: Offsets) -> Layout:
     return Layout(1, x.shape[1], x.device, counts, cu_seqlens=cu_seqlens, sequence=sequence)
 
 
+# What tells of a mask that real tokens come first in each row, so that none is moved.
+IN_FRONT = "in_front"
+
+
+def front_mask(lengths: Tensor, tokens: int) -> Mask:
+    """The mask [B, T] of rows that begin with so many real tokens [B]."""
+    mask = torch.arange(tokens, device=lengths.device) < lengths.unsqueeze(1)
+    setattr(mask, IN_FRONT, True)
+    return mask
+
+
 def _padded(x: Hidden, mask: Mask) -> Layout:
     _check_mask(mask, x)
     batch, tokens, _ = x.shape
     counts = mask.sum(dim=1)
+    if getattr(mask, IN_FRONT, False):
+        return Layout(batch, tokens, x.device, counts, real=mask)
     order = (~mask).byte().argsort(dim=1, stable=True)
     real = torch.arange(tokens, device=x.device) < counts.unsqueeze(1)
     place = order.argsort(dim=1)
