@@ -114,15 +114,21 @@ class Pointer:
 
 
 class Descriptor:
-    """A matrix of which the copy engine moves tiles: whole ones, or of four axes the first rows."""
+    """A matrix of which the copy engine moves tiles: whole ones, or with two more axes first rows.
 
-    def __init__(self, matrix: Tensor, tile: list[int]) -> None:
-        self.matrix, self.tile, self.dtype = matrix, tile, matrix.dtype
+    Of columns, and of channels of heads, it moves those that are there.
+    """
+
+    def __init__(self, x: Tensor, width: Any, tile: list[int]) -> None:
+        axes = [width] if isinstance(width, int) else [*width]
+        self.matrix, self.block_shape, self.dtype = x.view(-1, *axes), tile, x.dtype
+        self.tile, self.layout = tile[-1 - len(axes) :], None
 
     def window(self, at: list[Any]) -> Tensor:
-        *ends, row, column = (int(x) for x in at)
-        *_, height, width = self.tile
-        assert len(at) == len(self.tile), "another number of axes"
+        *ends, row = (int(x) for x in at[: 1 - len(self.tile)])
+        columns = [int(x) for x in at[1 - len(self.tile) :]]
+        height, *widths = self.tile
+        assert len(at) == len(self.block_shape), "another number of axes"
         if ends:
             far, end = ends
             assert far == FAR
@@ -131,8 +137,17 @@ class Descriptor:
             # Of no rows it does not matter which.
             row, height = end - rows if rows else 0, rows
         assert row + height <= self.matrix.shape[0], "rows outside"
-        assert column + width <= self.matrix.shape[1], "columns outside"
-        return self.matrix[row : row + height, column : column + width]
+        found = self.matrix[row : row + height]
+        for axis, (column, width) in enumerate(zip(columns, widths, strict=True), 1):
+            size = found.shape[axis]
+            assert 0 <= column < size, "columns outside"
+            found = found.narrow(axis, column, min(width, size - column))
+        return found
+
+
+def part_of(tile: Tensor, window: Tensor) -> Tensor:
+    """The part of a tile that is there."""
+    return tile[tuple(slice(size) for size in window.shape)]
 
 
 class Memory:
@@ -402,7 +417,7 @@ class Machine:
 
         def copy() -> None:
             tile.data.zero_()
-            tile.data.view(-1, window.shape[1])[: len(window)] = window
+            part_of(tile.data.view(of.tile), window).copy_(window)
             barrier.arrived(tile.data.numel() * tile.data.element_size())
 
         self.copies.append((0, 0, copy))
@@ -412,7 +427,7 @@ class Machine:
         number = self.sent[self.role()] = self.sent.get(self.role(), 0) + 1
 
         def copy() -> None:
-            window.copy_(tile.read().reshape(-1, window.shape[1])[: len(window)])
+            window.copy_(part_of(tile.read().reshape(of.tile), window))
 
         self.copies.append((self.role(), number, copy))
 
@@ -629,7 +644,7 @@ def interpret_launches(monkeypatch: pytest.MonkeyPatch, seed: Callable[[], int])
         named = dict(zip(self.kernel.arg_names, arguments, strict=False))
         for place, width, tile in self.tiles:
             name = self.kernel.arg_names[place]
-            named[name] = Descriptor(named[name].view(-1, width), tile)
+            named[name] = Descriptor(named[name], width, tile)
         known = {name: x for name, x in self.constants.items() if name in self.kernel.arg_names}
         run(self.kernel, grid[0], named | known, seed())
 

@@ -52,7 +52,10 @@ FORMS = [
 FORMS += [
     Form("gated", 128, "bare", "parts", "whole"),
     Form("gated", 64, "unit", "parts", "packed"),
-]
+    # Where tiles have more channels than heads.
+    Form("gated", 96, "unit", "parts", "whole"), Form("plain", 96, "bare", "alone", "whole"),
+    *[Form("gated", 96, norm, "alone", tokens) for norm in ("bare", "unit") for tokens in TOKENS],
+]  # fmt: skip
 FORMS += [Form(*of) for of in product(CHANNELS, (128,), ("bare", "unit"), ("alone",), TOKENS)]
 
 
@@ -136,7 +139,7 @@ def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
         return [forward, channels]
     if form.heads != "alone":
         return [save, gradients] if form.heads == "parts" else [gradients]
-    whole = [backward] if form.size == backward_stage.SIZE else []
+    whole = [backward] if form.size > backward_stage.SIZE // 2 else []
     return [forward, twice, save, gradients, *whole]
 
 

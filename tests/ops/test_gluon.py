@@ -139,6 +139,16 @@ OTHERS = {
     "heads in two parts, two writes": lambda: case_of(
         tokens=64, n_steps=2, heads=2, value_size=128
     ),
+    "heads of 96 in two parts": lambda: case_of(
+        tokens=70, heads=2, key_size=96, value_size=192, normalize_qk=True
+    ),
+    "80 by 112, packed": lambda: case_of(
+        lengths=(70, 64), heads=2, value_heads=4, key_size=80, value_size=112
+    ),
+    "80 by 80, two writes": lambda: case_of(tokens=75, n_steps=2, key_size=80, value_size=80),
+    "96 by 128 without an erase": lambda: case_of(
+        "head", "none", tokens=150, heads=2, key_size=96, value_size=128
+    ),
     "grouped heads, channels": lambda: case_of("channel", "tied", 0.1, **MANY),
     "grouped heads, channels, no erase": lambda: case_of("channel", "none", 0.1, **MANY),
     "rows without an initial state": lambda: case_of("channel", batch=2, tokens=128).changed(
@@ -351,12 +361,27 @@ def test_the_memory_of_the_interpreter_is_poisoned() -> None:
         (case_of("channel", n_steps=2), "1 times a token"),
         (case_of(n_steps=3), "2 times a token"),
         (case_of(key_size=32), "got \\(32, 64\\)"),
+        (case_of(key_size=48, value_size=48), r"from 80 to 128 .*, got \(48, 48\)"),
+        (case_of(value_size=80), r"steps of 16, .*got \(64, 80\)"),
+        (case_of(key_size=100, value_size=200), r"steps of 16, .*got \(100, 200\)"),
         (case_of(dtype=torch.float32), "takes bfloat16"),
         (case_of(dtype=torch.float16), "float16"),
     ],
 )
 def test_what_it_cannot_do_has_a_reason(case, reason) -> None:
     assert re.search(reason, stage.why_not_form(inputs_of(case)) or "")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [((128, 256), (2, 128)), ((96, 192), (2, 96)), ((64, 192), (3, 64)), ((128, 128), (1, 128)),
+     ((96, 128), (1, 128)), ((112, 232), (1, 232)), ((80, 80), (1, 80))],
+)  # fmt: skip
+def test_parts_of_a_head_have_one_size(sizes, parts) -> None:
+    inputs = inputs_of(case_of(tokens=1, key_size=sizes[0], value_size=sizes[1]))
+    found = stage.in_parts(inputs)
+    assert found.v.shape[2:] == (2 * parts[0], parts[1])
+    assert (stage.why_not_form(found) is None) == (parts[1] <= 128)
 
 
 def test_a_free_erase_is_refused() -> None:
@@ -417,6 +442,11 @@ def test_heads_are_taken_in_parts_where_the_parts_fill_the_gpu(monkeypatch) -> N
     assert "takes it here" in stage.place_in_order(many)
     narrow = inputs_of(case_of(batch=8, tokens=1, heads=8, value_heads=8, value_size=128))
     assert stage.taken_in_parts(narrow, save=False) is narrow
+    sizes = {"batch": 8, "tokens": 1, "heads": 8, "value_heads": 8}
+    full = inputs_of(case_of(key_size=96, value_size=192, **sizes))
+    assert stage.taken_in_parts(full, save=False).v.shape[2:] == (16, 96)
+    short = inputs_of(case_of(lengths=(64,) * 8, key_size=96, value_size=192, **sizes))
+    assert stage.taken_in_parts(short, save=False) is short
     # A backward has to find what the gradients of chunks run on.
     assert stage.taken_in_parts(many, save=True) is many
     runs.append(1)

@@ -116,6 +116,18 @@ def test_so_they_are_of_chunks_that_are_not_whole(decay, erase, scores, sizes) -
 
 
 @pytest.mark.parametrize("erase", ["none", "tied"])
+@pytest.mark.parametrize(("key_size", "value_size"), parts.SIZES)
+@pytest.mark.parametrize("ends", parts.ENDS)
+def test_heads_that_do_not_fill_tiles(key_size, value_size, ends, erase, monkeypatch) -> None:
+    case = case_of("head", erase, key_size=key_size, value_size=value_size, **ends)
+    parts.compare_with_zeros(run, case, monkeypatch)
+
+
+def test_so_they_are_of_states_of_96_by_96() -> None:
+    check(case_of("head", "tied", heads=4, value_heads=4, key_size=96, value_size=96))
+
+
+@pytest.mark.parametrize("erase", ["none", "tied"])
 def test_so_they_are_of_segments(erase, monkeypatch) -> None:
     monkeypatch.setattr(plan, "chunks_per_segment", lambda *shapes: 2)
     check(case_of("head", erase, batch=2, tokens=300))

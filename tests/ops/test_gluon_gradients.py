@@ -51,6 +51,11 @@ def gradients(module: Any, case: Case, given: tuple[Tensor, Tensor], **options: 
     return dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
+def scale_of(case: Case) -> float:
+    """What scores are multiplied by."""
+    return case.tensors["q"].shape[-1] ** -0.5
+
+
 def by_chunk(x: Tensor) -> Tensor:
     """[B, T, H, ...] as [chunks, H, 64, ...]."""
     return x.unflatten(1, (-1, CHUNK)).transpose(2, 3).flatten(0, 1)
@@ -58,7 +63,7 @@ def by_chunk(x: Tensor) -> Tensor:
 
 def around(case: Case, given: tuple[Tensor, Tensor]) -> dict[str, Tensor | None]:
     """S, E, D and X of all chunks, and the scalings of rows, in float64."""
-    case, scale = case.to(torch.float64), case.tensors["q"].shape[-1] ** -0.5
+    case, scale = case.to(torch.float64), scale_of(case)
     x = case.tensors
     state, starts, out = x["initial_state"].requires_grad_(), [], []
     norms = [torch.ones(x[name].shape[:3], dtype=torch.float64) for name in ("q", "k")]
@@ -69,7 +74,7 @@ def around(case: Case, given: tuple[Tensor, Tensor]) -> dict[str, Tensor | None]
         part = {n: y[:, first : first + CHUNK] for n, y in (x | {"v": v}).items() if y is not None}
         starts.append(state)
         part = {**dict.fromkeys(x), **part, "initial_state": state}
-        o, state = run_module(definition, case.changed(**part))
+        o, state = run_module(definition, case.changed(**part), scale=scale)
         out.append(o)
     loss = (torch.cat(out, 1) * given[0].double()).sum() + (state * given[1].double()).sum()
     *ends, d_v = torch.autograd.grad(loss, [*starts[1:], state, v])
@@ -127,7 +132,7 @@ def inputs_of(case: Case) -> Inputs:
     offsets = None if case.lengths is None else pack(case.lengths)
     return Inputs(
         x["q"], x["k"], x["v"], x["beta"], None, None, x["log_decay"], x["initial_state"], offsets,
-        1, x["q"].shape[-1] ** -0.5, case.normalize_qk, False,
+        1, scale_of(case), case.normalize_qk, False,
     )  # fmt: skip
 
 
@@ -264,7 +269,7 @@ def saved(case: Case) -> dict[str, Tensor]:
     return shapes
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 96, 128])
 @pytest.mark.parametrize(
     ("decay", "erase"), [(d, e) for d in ("none", "head") for e in ("none", "tied")]
 )
@@ -330,9 +335,49 @@ def test_so_it_is_for_states_of_128_by_128() -> None:
     check(case_of("head", "tied", heads=1, value_heads=1, key_size=128, value_size=128))
 
 
+def with_zeros(case: Case, given: tuple[Tensor, Tensor]) -> tuple[Case, tuple[Tensor, Tensor]]:
+    """A case and its weights with zeros in place of the channels that tiles of 128 have beside."""
+    x = dict(case.tensors)
+    rows, states = ("q", "k", "v", "d_o"), ("initial_state", "d_final")
+    x |= {"d_o": given[0], "d_final": given[1]}
+    for name in (*rows, *states):
+        room = (0, 128 - x[name].shape[-1])
+        room += (0, 128 - x[name].shape[-2]) if name in states else ()
+        x[name] = torch.nn.functional.pad(x[name], room)
+    given = x.pop("d_o"), x.pop("d_final")
+    return case.changed(**x), given
+
+
+def compare_with_zeros(run: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that does not fill its tiles has the bits of one with zeros in the rest of them."""
+    scale, given = scale_of(case), weights(case)
+    found = run(case, given)
+    monkeypatch.setitem(globals(), "scale_of", lambda case: scale)
+    for name, x in run(*with_zeros(case, given)).items():
+        inside = tuple(slice(size) for size in found[name].shape)
+        assert torch.equal(found[name], x[inside]), name
+
+
+SIZES = [(96, 96), (112, 128), (128, 80)]
+ENDS = [{}, {"tokens": 150, "batch": 2}, {"lengths": (3, 0, 70, 64)}]
+
+
+@pytest.mark.parametrize(("key_size", "value_size"), SIZES)
+@pytest.mark.parametrize("ends", ENDS)
+def test_heads_that_do_not_fill_tiles(key_size, value_size, ends, monkeypatch) -> None:
+    sizes = {"value_heads": 4, "key_size": key_size, "value_size": value_size, **ends}
+    case = case_of("head", "tied", normalize_qk="tokens" in ends, **sizes)
+    compare_with_zeros(run, case, monkeypatch)
+
+
+def test_so_it_is_for_states_of_96_by_96() -> None:
+    check(case_of("head", "tied", value_heads=4, key_size=96, value_size=96))
+
+
 @interpreted_by_triton
 @pytest.mark.parametrize(
-    ("erase", "size", "value_heads"), [("none", 128, 1), ("tied", 128, 1), ("tied", 64, 2)]
+    ("erase", "size", "value_heads"),
+    [("none", 128, 1), ("tied", 128, 1), ("tied", 64, 2), ("tied", 96, 1)],
 )
 @pytest.mark.parametrize("states", ["saved", "again", "window after window"])
 @pytest.mark.parametrize("segment", [0, 2])

@@ -108,6 +108,17 @@ def test_so_are_those_of_heads_in_parts(kind, size, monkeypatch) -> None:
     check(drawn_of(kind, **sizes, lengths=(3, 0, 70, 64)))
 
 
+@pytest.mark.parametrize(("key_size", "value_size"), [(96, 96), (96, 192), (112, 128)])
+def test_so_are_those_of_heads_that_do_not_fill_tiles(kind, key_size, value_size) -> None:
+    sizes = {"key_size": key_size, "value_size": value_size}
+    drawn = drawn_of(kind, **sizes)
+    check(drawn)
+    assert_same(results(drawn), results(drawn))
+    assert_same(results(within_nan(drawn)), results(drawn))
+    check(drawn_of(kind, **sizes, tokens=150, normalize_qk=True))
+    check(drawn_of(kind, **sizes, lengths=(3, 0, 70, 64)))
+
+
 @pytest.mark.parametrize("reset", [-torch.inf, -1e4])
 def test_hard_resets(reset: float) -> None:
     drawn = drawn_of(Kind("head", "tied", 1, torch.bfloat16))

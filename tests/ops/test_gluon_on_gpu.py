@@ -113,6 +113,44 @@ def test_so_it_is_for_heads_in_parts(of: Call, form: str) -> None:
         check(of.case(**FORMS[form], **sizes), stress=True)
 
 
+@every_form
+@pytest.mark.parametrize("of", HEADS, ids=str)
+def test_so_it_is_for_heads_that_do_not_fill_tiles(of: Call, form: str) -> None:
+    for key_size, value_size in ((96, 192), (112, 128), (80, 80)):
+        sizes = {"key_size": key_size, "value_size": value_size}
+        check(of.case(**FORMS[form], **sizes, normalize_qk=key_size == 96), stress=True)
+
+
+@every_form
+@pytest.mark.parametrize("sizes", [(96, 96), (112, 128)])
+def test_heads_that_do_not_fill_tiles_have_the_bits_of_zeros_in_the_rest(form, sizes) -> None:
+    case = placed(TIED.case(**FORMS[form], key_size=sizes[0], value_size=sizes[1]))
+    wide = {}
+    for name in ("q", "k", "v", "initial_state"):
+        x = case.tensors[name]
+        room = (0, 128 - x.shape[-1], *((0, 128 - x.shape[-2]) if x.dtype == torch.float32 else ()))
+        wide[name] = torch.nn.functional.pad(x, room)
+    scale = sizes[0] ** -0.5
+    found = call(case, case.tensors, impl="gluon")
+    padded = case.changed(**wide)
+    expected = call(padded, padded.tensors, impl="gluon", scale=scale)
+    assert torch.equal(found.o, expected.o[..., : sizes[1]])
+    assert torch.equal(found.final_state, expected.final_state[..., : sizes[1], : sizes[0]])
+
+
+@every_form
+def test_a_head_knows_nothing_of_the_next(form: str) -> None:
+    """Whose channels follow its own, where its tiles have more."""
+    case = placed(TIED.case(**FORMS[form], heads=2, value_heads=2, key_size=96, value_size=96))
+    expected, others = fused(case), {}
+    for name in case.present():
+        x = others[name] = case.tensors[name].clone()
+        x.select(1 if name == "initial_state" else 2, 1).fill_(torch.nan)
+    found = fused(case.changed(**others))
+    assert torch.equal(found["o"][:, :, 0], expected["o"][:, :, 0])
+    assert torch.equal(found["final_state"][:, 0], expected["final_state"][:, 0])
+
+
 def test_many_tokens_average_to_the_bar(of: Call) -> None:
     slow = of if of.of_channels else of._replace(strength=0.05)
     for size in (128,) if of.of_channels else (64, 128):

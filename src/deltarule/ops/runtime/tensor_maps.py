@@ -6,6 +6,7 @@ Triton's own function, and handed to the launcher behind the step that makes the
 
 import copy
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +17,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Maps of one argument that are kept: addresses never end.
 MOST = 1024
-# By the name of an argument: columns of the matrix that it is, and the tile that is fetched of it.
-Tiles = Mapping[str, tuple[int, list[int]]]
+# Columns of a matrix; or its heads and the channels of each, where a tile ends at a head's last.
+Width = int | tuple[int, int]
+# By the name of an argument: the width of the matrix that it is, and the tile that is fetched.
+Tiles = Mapping[str, tuple[Width, list[int]]]
 
 
 class Fetched(NamedTuple):
@@ -27,7 +30,7 @@ class Fetched(NamedTuple):
     """
 
     place: int
-    width: int
+    width: Width
     tile: list[int]
     metadata: Any
     maps: dict[tuple[int, int], list[Any]]
@@ -57,11 +60,13 @@ class Fetched(NamedTuple):
 FAR, WIDE = 2**30, 2**31 - 2**16
 
 
-def described(x: Tensor, width: int, tile: list[int]) -> TensorDescriptor:
-    """x as a matrix of `width` columns, in tiles that the copy engine fetches."""
-    if len(tile) == 2:
-        return TensorDescriptor(x, [x.numel() // width, width], [width, 1], tile)
-    return TensorDescriptor(x, [WIDE, WIDE, FAR, width], [2**34 - width, width, width, 1], tile)
+def described(x: Tensor, width: Width, tile: list[int]) -> TensorDescriptor:
+    """x as a matrix of this width, in tiles that the copy engine fetches."""
+    axes = [width] if isinstance(width, int) else [*width]
+    row, inner = math.prod(axes), [*axes[1:], 1]
+    if len(tile) == 1 + len(axes):
+        return TensorDescriptor(x, [x.numel() // row, *axes], [row, *inner], tile)
+    return TensorDescriptor(x, [WIDE, WIDE, FAR, *axes], [2**34 - row, row, row, *inner], tile)
 
 
 def with_maps(

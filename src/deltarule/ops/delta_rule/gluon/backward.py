@@ -48,7 +48,7 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     Form,
     halves,
 )
-from deltarule.ops.delta_rule.gluon.gradient_movers import load, store
+from deltarule.ops.delta_rule.gluon.gradient_movers import load, load_state, store
 from deltarule.ops.delta_rule.gluon.gradients import (
     diagonal_halves,
     leave_decay_gradients,
@@ -59,7 +59,7 @@ from deltarule.ops.delta_rule.gluon.gradients import (
     store_beta_gradient,
     sums_of_halves,
 )
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, barrier
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, barrier, there_of_state
 
 
 @gluon.jit
@@ -113,7 +113,7 @@ def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
         load(errors, row, column, at.left, full_e, tiles.errors.index(0), ENDS)
         mbarrier.wait(barriers.empty_s.index(0), once)
         mbarrier.expect(full_s, V * K * 2)
-        tma.async_copy_global_to_shared(states, [at.slot * V, 0], full_s, tiles.states.index(0))
+        load_state(states, at.slot * V, full_s, tiles.states.index(0))
 
 
 @gluon.jit
@@ -141,18 +141,23 @@ def compute_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexp
     d_final, d_initial, chunk_decay, d_beta = of
     STATE: gl.constexpr = all_rows(K)
     o_v = gl.arange(0, V, gl.SliceLayout(1, STATE))[:, None]
-    o_s = o_v * K + gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
+    o_s = o_v * FORM.KEYS + gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
+    there = there_of_state(o_v, K, V, FORM, STATE)
     d = gl.zeros([V, K], gl.float32, STATE)
     if FORM.FINAL:
-        d = gl.load(d_final + o_s)
+        d = gl.load(d_final + o_s, mask=there, other=0.0)
     for n in range(work.chunks):
         at, own = chunk_of(n, work, FORM.ENDS), (of_chunk(tiles, n), barriers, work)
         d = scan_back(own, chunk_decay, at, n, d, K, V, FORM)
         d = gradients(own, d_beta, at, n, d, K, V, FORM)
-    rows = V
+    rows = FORM.WIDTH
     if FORM.CUT:
-        rows = gl.where(work.opens, V, 0)
-    gl.store(d_initial + o_s, d, mask=o_s < rows * K)
+        rows = gl.where(work.opens, FORM.WIDTH, 0)
+    inside = o_s < rows * FORM.KEYS
+    if FORM.KEYS < K:
+        # Columns after a row's last are the next row's.
+        inside = inside & there
+    gl.store(d_initial + o_s, d, mask=inside)
 
 
 @gluon.jit
@@ -352,15 +357,23 @@ def fused_backward_kernel(
     d_beta, log_decay, d_log_decay, d_final, d_initial, cu_seqlens, scale, heads, per_segment, T,
     s_decay_b, s_decay_t, s_decay_h, K: gl.constexpr, V: gl.constexpr, TIED: gl.constexpr,
     DECAY: gl.constexpr, UNIT: gl.constexpr, ENDS: gl.constexpr, CUT: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors of tiles up to d_v; without an erase `errors` is v.
+    """Descriptors of tiles up to d_v; without an erase `errors` is v. States are [WIDTH, KEYS].
 
     CUT: programs go through segments, from the gradients by the states at their ends.
     """
     dtype: gl.constexpr = q.dtype
     FORM: gl.constexpr = Form(
-        TIED, DECAY, UNIT, ENDS, SCORES=scores is not None, CUT=CUT, FINAL=d_final is not None
+        TIED,
+        DECAY,
+        UNIT,
+        ENDS,
+        SCORES=scores is not None,
+        CUT=CUT,
+        FINAL=d_final is not None,
+        KEYS=KEYS,
+        WIDTH=WIDTH,
     )
     # What is not there is another thing that nobody touches.
     if scores is None:
@@ -383,8 +396,8 @@ def fused_backward_kernel(
     if not FORM.FINAL:
         d_final = d_initial
     else:
-        d_final += gl.program_id(0).to(gl.int64) * (V * K)
-    d_initial += (sequence * heads + work.head).to(gl.int64) * (V * K)
+        d_final += gl.program_id(0).to(gl.int64) * (WIDTH * KEYS)
+    d_initial += (sequence * heads + work.head).to(gl.int64) * (WIDTH * KEYS)
     barrier()
     shared = tiles, barriers, work
     decays = log_decay, d_log_decay, chunk_decay, T, s_decay_b, s_decay_t, s_decay_h

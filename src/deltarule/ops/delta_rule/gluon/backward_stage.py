@@ -10,14 +10,21 @@ from deltarule.ops.delta_rule.gluon import gradient_stage
 from deltarule.ops.delta_rule.gluon.backward import fused_backward_kernel
 from deltarule.ops.delta_rule.gluon.gradient_stage import OTHERS, ends
 from deltarule.ops.delta_rule.gluon.memory import CHUNK
-from deltarule.ops.delta_rule.gluon.stage import FusedLaunch, norms_of, strides
+from deltarule.ops.delta_rule.gluon.stage import (
+    FusedLaunch,
+    norms_of,
+    of_heads,
+    of_states,
+    padded,
+    strides,
+)
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import MOST_WAVES, Call, stretches
 from deltarule.ops.runtime.launch import Launch, multiprocessors
 
 # Whether calls take it where it pays. Set it before the first call: plans keep what was chosen.
 CHOSEN = True
-# Key channels, and as many values.
+# Key channels of tiles, and as many values.
 SIZE = 128
 # Registers of a thread, on average; the roles of one warp have OTHERS.
 AVERAGE = 168
@@ -57,7 +64,7 @@ def can(inputs: Inputs, cut: bool) -> bool:
     """Whether it can on any GPU; `cut`: of segments."""
     return (
         gradient_stage.can(inputs)
-        and inputs.q.shape[3] == SIZE
+        and padded(inputs) == (SIZE, SIZE)
         and inputs.q.shape[2] == inputs.v.shape[2]
         and not (cut and inputs.cu_seqlens is not None)
     )
@@ -81,16 +88,18 @@ def backward(call: Call, d_end: torch.Tensor | None) -> None:
 def backward_launch(call: Call) -> Launch:
     """`fused_backward_kernel` with its constants."""
     inputs, tied = call.inputs, call.inputs.beta is not None
-    heads, rows = inputs.q.shape[2], CHUNK.value
-    of_tokens, of_pairs = (heads * SIZE, [rows, SIZE]), (rows, [rows, rows])
-    tiles = dict.fromkeys(("q", "k", "d_o", "d_q", "d_k", "d_v"), of_tokens)
-    tiles["errors"] = (SIZE, [rows, SIZE]) if tied else of_tokens
+    value_size, (heads, key_size), rows = inputs.v.shape[3], inputs.q.shape[2:], CHUNK.value
+    of_values, of_pairs = of_heads(heads, value_size, [rows, SIZE]), (rows, [rows, rows])
+    tiles = dict.fromkeys(("q", "k", "d_q", "d_k"), of_heads(heads, key_size, [rows, SIZE]))
+    tiles |= dict.fromkeys(("d_o", "d_v"), of_values)
+    tiles["errors"] = (value_size, [rows, SIZE]) if tied else of_values
     if (where := call.once(ends)) != "whole":
         tiles = {name: (width, [1, 1, *tile]) for name, (width, tile) in tiles.items()}
-    tiles["states"] = SIZE, [SIZE, SIZE]
+    tiles["states"] = of_states(inputs, [SIZE, SIZE])
     tiles |= {x: of_pairs for x in ("scores", "corrections") if call[x] is not None}
     constants = {
-        "K": SIZE, "V": SIZE, "TIED": tied, "DECAY": inputs.log_decay is not None,
+        "K": SIZE, "V": SIZE, "KEYS": key_size, "WIDTH": value_size, "TIED": tied,
+        "DECAY": inputs.log_decay is not None,
         "UNIT": inputs.normalize_qk, "ENDS": where, "CUT": call.plan.per_segment > 0,
         "REGISTERS": OTHERS, "num_warps": 8, "maxnreg": AVERAGE,
     }  # fmt: skip

@@ -26,7 +26,7 @@ from deltarule.ops.delta_rule.gluon.channel_memory import (
 from deltarule.ops.delta_rule.gluon.channel_score import channel_score_role
 from deltarule.ops.delta_rule.gluon.channel_state import channel_state_role
 from deltarule.ops.delta_rule.gluon.forward import place_of
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, barrier
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, Form, barrier
 from deltarule.ops.delta_rule.gluon.movers import load_role, store_role
 
 GENERAL = ["T", "s_beta_b", "s_beta_t", "s_beta_h"]
@@ -72,6 +72,7 @@ def channel_forward_kernel(
         k_norm = q_norm + 1
     barrier()
     FORM: gl.constexpr = ChannelForm(TIED, INITIAL, UNIT, False, False, False)
+    MOVED: gl.constexpr = Form(True, TIED, UNIT, INITIAL, False, False, 1, 1, K, V, RAGGED)
     own = tiles, barriers, place, final_state
     loads = q, k, v, q_rows, k_rows, v_rows
     gates = log_decay, beta, q_norm, k_norm, value_heads * K, s_beta_t, heads * 2
@@ -84,8 +85,8 @@ def channel_forward_kernel(
             (channel_state_role, (own, states, 0, PARTS, K, SLOTS, FORM)),
             (channel_state_role, (own, states, 1, PARTS, K, SLOTS, FORM)),
             (channel_score_role, (own, given, scale, K, SLOTS, FORM)),
-            (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, 1)),
-            (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, False, 1)),
+            (load_role, (own, loads, heads, K, PARTS, SLOTS, MOVED)),
+            (store_role, (own, o, o_rows, PARTS, MOVED)),
             (channel_gate_role, (own, gates, 0, K, SLOTS, FORM)),
             (channel_gate_role, (own, gates, 1, K, SLOTS, FORM)),
         ],

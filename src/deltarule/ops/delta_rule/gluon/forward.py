@@ -116,13 +116,14 @@ def forward_kernel(
     SLOTS: gl.constexpr, DECAY: gl.constexpr, TIED: gl.constexpr, UNIT: gl.constexpr,
     PACKED: gl.constexpr, RAGGED: gl.constexpr, SAVE: gl.constexpr, TENSOR: gl.constexpr,
     STATE_REGISTERS: gl.constexpr, SCORE_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+    KEYS: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """q, k, v and o twice: as descriptors of tiles, and as addresses of rows.
 
     SAVE: states, errors, scores, corrections (descriptors), scalings and chunk_decay are left, too,
     those of them that this form of the call has; the scan back may take the scores itself. States
-    are [N, HV, V, K]; PER_GATE heads share a gate. The first state role has the registers that the
-    others leave.
+    are [N, HV, WIDTH, KEYS], and tiles of V values and K keys may have more. PER_GATE heads share a
+    gate. The first state role has the registers that the others leave.
     """
     dtype: gl.constexpr = q.dtype
     PARTS: gl.constexpr = V // VALUES
@@ -135,7 +136,7 @@ def forward_kernel(
     if PARTS == 2:
         other = state_places(dtype, K, QUERIES, QUERIES // PARTS, TIED, TENSOR)
     of_scores = score_places(QUERIES, TIED, TENSOR)
-    state = (sequence * value_heads + place.value_head).to(gl.int64) * (V * K)
+    state = (sequence * value_heads + place.value_head).to(gl.int64) * (WIDTH * KEYS)
     final_state += state
     INITIAL: gl.constexpr = initial_state is not None
     if INITIAL:
@@ -173,7 +174,9 @@ def forward_kernel(
         saved = Saved(states, errors, scores, corrections, scalings, chunk_decay)
     else:
         saved = final_state
-    FORM: gl.constexpr = Form(DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, STEPS, PER_GATE)
+    FORM: gl.constexpr = Form(
+        DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, STEPS, PER_GATE, KEYS, WIDTH, RAGGED
+    )
     own = tiles, barriers, place, saved
     loads = q, k, v, q_rows, k_rows, v_rows
     gates = log_decay, beta, norm, s_decay_t, s_beta_t, heads * (1 + STEPS), scale, log_scale
@@ -184,8 +187,8 @@ def forward_kernel(
                 (state_role, (own, states, places, 0, PARTS, K, SLOTS, FORM)),
                 (state_role, (own, states, other, 1, PARTS, K, SLOTS, FORM)),
                 (score_role, (own, scale, of_scores, SLOTS, FORM)),
-                (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, STEPS)),
-                (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE, STEPS)),
+                (load_role, (own, loads, heads, K, PARTS, SLOTS, FORM)),
+                (store_role, (own, o, o_rows, PARTS, FORM)),
                 (gate_role, (own, gates, SLOTS, FORM)),
             ],
             [4, 4, 1, 1, 1],
@@ -196,8 +199,8 @@ def forward_kernel(
             [
                 (state_role, (own, states, places, 0, PARTS, K, SLOTS, FORM)),
                 (score_role, (own, scale, of_scores, SLOTS, FORM)),
-                (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, STEPS)),
-                (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE, STEPS)),
+                (load_role, (own, loads, heads, K, PARTS, SLOTS, FORM)),
+                (store_role, (own, o, o_rows, PARTS, FORM)),
                 (gate_role, (own, gates, SLOTS, FORM)),
             ],
             [4, 1, 1, 1],

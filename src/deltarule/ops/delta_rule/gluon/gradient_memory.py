@@ -91,7 +91,7 @@ class Form(NamedTuple):
 
     VALUES: dv is left. KEPT: S and E are those of all chunks. D and X may lie in the gradients. In
     one kernel with the scan back: SCORES were saved, sequences are CUT, D is given at their ends
-    (FINAL).
+    (FINAL), and a state is [WIDTH, KEYS].
     """
 
     TIED: bool
@@ -107,6 +107,8 @@ class Form(NamedTuple):
     SCORES: bool = False
     CUT: bool = False
     FINAL: bool = False
+    KEYS: int = 128
+    WIDTH: int = 128
 
 
 @triton.constexpr_function

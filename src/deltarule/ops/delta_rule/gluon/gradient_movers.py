@@ -10,7 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from deltarule.ops.delta_rule.gluon.gradient_memory import pair_of
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, square
+from deltarule.ops.delta_rule.gluon.memory import CHUNK
+from deltarule.ops.delta_rule.gluon.movers import framed, place_of_rows, place_of_tile
 from deltarule.ops.runtime import tensor_maps
 
 FAR = gl.constexpr(tensor_maps.FAR)
@@ -53,10 +54,10 @@ def load_tiles(shared, of, at, n, K: gl.constexpr, V: gl.constexpr, FORM: gl.con
     if FORM.D_IS_LENT:
         load_lent(upper, lower, at, full_d, tiles.d_states, K, V)
     else:
-        tma.async_copy_global_to_shared(upper, [at.own * V, 0], full_d, tiles.d_states)
+        load_state(upper, at.own * V, full_d, tiles.d_states)
     mbarrier.wait(barriers.empty_s.index(0), (n & 1) ^ 1)
     mbarrier.expect(full_s, V * K * 2)
-    tma.async_copy_global_to_shared(states, [kept * V, 0], full_s, tiles.states)
+    load_state(states, kept * V, full_s, tiles.states)
     if n % GROUP == 0:
         full_k = barriers.full_k.index(0)
         mbarrier.wait(barriers.empty_k.index(0), ((n // GROUP) & 1) ^ 1)
@@ -111,27 +112,32 @@ def store_tiles(shared, of, at, n, K: gl.constexpr, V: gl.constexpr, FORM: gl.co
 @gluon.jit
 def load(x, row, column, rows, full, tile, ENDS: gl.constexpr):
     """A tile of x from a row and a column on; so many rows of it are there."""
-    if ENDS == "whole":
-        tma.async_copy_global_to_shared(x, [row, column], full, tile)
-    else:
-        tma.async_copy_global_to_shared(
-            x, [FAR, row + rows, FAR - rows, column], full, framed(tile)
-        )
+    place = place_of_chunk(x, row, column, rows, tile.shape[1], ENDS)
+    tma.async_copy_global_to_shared(x, place, full, framed(tile, x))
+
+
+@gluon.jit
+def load_state(x, row, full, tile):
+    """A state from a row on."""
+    place = place_of_rows(x, row, tile.shape[0])
+    tma.async_copy_global_to_shared(x, place, full, framed(tile, x))
 
 
 @gluon.jit
 def store(x, row, column, rows, tile, ENDS: gl.constexpr):
     """A tile to where it is in x; so many rows of it are somebody's."""
-    if ENDS == "whole":
-        tma.async_copy_shared_to_global(x, [row, column], tile)
-    else:
-        tma.async_copy_shared_to_global(x, [FAR, row + rows, FAR - rows, column], framed(tile))
+    place = place_of_chunk(x, row, column, rows, tile.shape[1], ENDS)
+    tma.async_copy_shared_to_global(x, place, framed(tile, x))
 
 
 @gluon.jit
-def framed(tile):
-    """A tile as one of four axes."""
-    ROWS: gl.constexpr = tile.shape[0]
-    COLUMNS: gl.constexpr = tile.shape[1]
-    BITS: gl.constexpr = 32 if tile.dtype == gl.float32 else 16
-    return tile._reinterpret(tile.dtype, [1, 1, ROWS, COLUMNS], square(4, BITS))
+def place_of_chunk(x, row, column, rows, WIDTH: gl.constexpr, ENDS: gl.constexpr):
+    """Where a tile of x is, so many rows of which are there."""
+    place = place_of_tile(x, row, column, WIDTH)
+    if ENDS == "whole":
+        found = place
+    elif len(place) == 2:
+        found = [FAR, row + rows, FAR - rows, column]
+    else:
+        found = [FAR, row + rows, FAR - rows, place[1], place[2]]
+    return found

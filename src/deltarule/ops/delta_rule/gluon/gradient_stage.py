@@ -14,6 +14,9 @@ from deltarule.ops.delta_rule.gluon.stage import (
     architecture_at,
     has_tensor_memory,
     norms_of,
+    of_heads,
+    of_states,
+    padded,
     strides,
 )
 from deltarule.ops.delta_rule.inputs import Inputs
@@ -27,7 +30,7 @@ AVERAGE, OTHERS = 168, 24
 # Whether D and X lie in the gradients' memory: for gated 8x4096 with 16 heads 384 MiB less, and 1 %
 # more time.
 LENDS = True
-# Channels of keys, and as many of values.
+# Channels of tiles of keys, and as many of values.
 SIZES = (64, 128)
 # Pairs of a chunk and a key head for each multiprocessor.
 LEAST_PAIRS = 1
@@ -48,9 +51,9 @@ def runs(call: Call) -> bool:
 
 def can(inputs: Inputs) -> bool:
     """Whether it can on any GPU."""
-    key_size, value_size = inputs.q.shape[3], inputs.v.shape[3]
+    keys, values = padded(inputs)
     return (
-        inputs.q.dtype == torch.bfloat16 and key_size == value_size and key_size in SIZES
+        inputs.q.dtype == torch.bfloat16 and keys == values and keys in SIZES
         and not inputs.by_channel and inputs.n_steps == 1 and not inputs.batch_invariant
     )  # fmt: skip
 
@@ -66,13 +69,16 @@ def lent(call: Call) -> tuple[str, ...]:
     """What the gradients' kernel finds where it will write them: X in dv, and D in dq and dk.
 
     Where value heads share a key head there is more of D than dq and dk have room for, and the scan
-    back has to leave dv. Of a chunk that is not whole they have too few rows.
+    back has to leave dv. Of a chunk that is not whole they have too few rows, and of a head that
+    fills no tiles D has.
     """
     inputs = call.inputs
     if not LENDS or inputs.q.shape[2] != inputs.v.shape[2]:
         return ()
     found = () if inputs.beta is None else ("d_errors",)
-    return (*found, "d_states") if call.once(ends) == "whole" else found
+    sizes = inputs.q.shape[3], inputs.v.shape[3]
+    whole = call.once(ends) == "whole" and sizes == padded(inputs)
+    return (*found, "d_states") if whole else found
 
 
 def takes(call: Call, window: Window) -> bool:
@@ -139,23 +145,24 @@ def gradients_launch(
     inputs, tied = call.inputs, call.inputs.beta is not None
     heads, key_size = inputs.q.shape[2:]
     value_heads, value_size = inputs.v.shape[2:]
-    rows = CHUNK.value
-    of_keys = heads * key_size, [rows, key_size]
-    of_values = value_heads * value_size, [rows, value_size]
-    of_chunk, of_state = (value_size, [rows, value_size]), (key_size, [value_size, key_size])
+    rows, (tile_keys, tile_values) = CHUNK.value, padded(inputs)
+    of_keys = of_heads(heads, key_size, [rows, tile_keys])
+    of_values = of_heads(value_heads, value_size, [rows, tile_values])
+    of_chunk = value_size, [rows, tile_values]
+    of_state = of_states(inputs, [tile_values, tile_keys])
     tiles = {
         "q": of_keys, "k": of_keys, "d_q": of_keys, "d_k": of_keys, "d_o": of_values,
         "d_v": of_values, "states": of_state, "errors": of_chunk if tied else of_values,
         "d_errors": of_chunk if tied and not x_is_lent else of_values,
         # Of dq or dk, 64 columns of D: of a tile with more rows those lie apart from the others.
-        "upper": (of_keys[0], [rows, rows]) if d_is_lent else of_state,
-        "lower": (of_keys[0], [rows, rows]),
+        "upper": (heads * key_size, [rows, rows]) if d_is_lent else of_state,
+        "lower": (heads * key_size, [rows, rows]),
     }  # fmt: skip
     if call.once(ends) != "whole":
         of_tokens = tiles.keys() - {"states", "upper", "lower"}
         tiles |= {name: (tiles[name][0], [1, 1, *tiles[name][1]]) for name in of_tokens}
     constants = {
-        "K": key_size, "V": value_size, "GROUP": value_heads // heads,
+        "K": tile_keys, "V": tile_values, "GROUP": value_heads // heads,
         "PER_GATE": inputs.per_gate, "TIED": tied,
         "DECAY": inputs.log_decay is not None, "UNIT": inputs.normalize_qk, "VALUES": values,
         "KEPT": kept, "X_IS_LENT": x_is_lent, "D_IS_LENT": d_is_lent,

@@ -80,7 +80,8 @@ class Form(NamedTuple):
     """What a call has: decays, a tied erase, unit norm, an initial state; what it saves.
 
     STEPS is the number n of a token's writes, in the rows n t to n t + n - 1. PER_GATE heads share
-    a gate, and what is saved but S and E: they leave the same bits there.
+    a gate, and what is saved but S and E: they leave the same bits there. A key has KEYS channels
+    and a value WIDTH. RAGGED: a last chunk may have fewer rows.
     """
 
     DECAY: bool
@@ -91,6 +92,9 @@ class Form(NamedTuple):
     SCORES: bool
     STEPS: int
     PER_GATE: int
+    KEYS: int
+    WIDTH: int
+    RAGGED: bool
 
 
 class Place(NamedTuple):
@@ -140,6 +144,16 @@ def new_barrier(number: gl.constexpr, count: gl.constexpr):
     for i in gl.static_range(number):
         mbarrier.init(barriers.index(i), count=count)
     return barriers
+
+
+@gluon.jit
+def there_of_state(o_v, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr, LAYOUT: gl.constexpr):
+    """What there is of rows of a tile [V, K] of a state [WIDTH, KEYS]."""
+    there = True
+    if FORM.KEYS < K or FORM.WIDTH < V:
+        o_k = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))[None, :]
+        there = (o_v < FORM.WIDTH) & (o_k < FORM.KEYS)
+    return there
 
 
 @gluon.jit

@@ -18,11 +18,11 @@ from deltarule.ops.delta_rule.gluon.norms import inverse_norms_kernel
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.passes import compiled_first, contiguous
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, make_plan
-from deltarule.ops.delta_rule.triton.tile_sizes import architecture
+from deltarule.ops.delta_rule.triton.tile_sizes import architecture, power_of_two
 from deltarule.ops.dispatch import constant_when_compiled
 from deltarule.ops.runtime.launch import Launch, multiprocessors
 from deltarule.ops.runtime.replay import Outputs, Recorded
-from deltarule.ops.runtime.tensor_maps import described
+from deltarule.ops.runtime.tensor_maps import Width, described
 
 HOPPER = 90
 # Nobody has run them there: only impl="gluon" asks for them.
@@ -46,7 +46,8 @@ class Configuration(NamedTuple):
     filled: float
 
 
-# By K and V. Fewer registers for the state roles put every product of the kernel in series.
+# By keys and values of tiles. Fewer registers for the state roles put every product of the kernel
+# in series.
 CONFIGURATIONS = {
     (128, 128): Configuration(3, average=128, state=200, score=88, others=24, filled=0.6),
     (64, 64): Configuration(2, average=128, state=0, score=96, others=32, filled=0.75),
@@ -58,9 +59,13 @@ SLOTS_THAT_SAVE = 2
 MOST_STEPS, STEPS_TIMED = 2, 2
 # What a backward is saved from computing again.
 KEPT = ("states", "errors", "scores", "corrections", "scalings", "chunk_decay")
+# Channels of a head come in steps of so many: rows of 32 bytes.
+STEP = 16
 # Keys of a head from which on its parts are taken unasked. With fewer, a program of Triton's has
 # more values than a part, and is as fast.
-LEAST_KEYS = 128
+LEAST_KEYS = 96
+# Tokens of a packed sequence, on average, from which on parts that fill no tiles are taken.
+LEAST_PACKED = 512
 # Rows of q and of k that a program sums the squares of.
 NORM_ROWS = 32
 
@@ -97,15 +102,18 @@ def has_tensor_memory(device: torch.device) -> bool:
 
 def why_not_form(inputs: Inputs) -> str | None:
     """What the fused kernel cannot do on any GPU."""
-    q, sizes = inputs.q, (inputs.q.shape[3], inputs.v.shape[3])
+    q = inputs.q
     if inputs.n_steps > (most := 1 if inputs.by_channel else MOST_STEPS):
         return f"the fused kernel writes {most} times a token at most, got {inputs.n_steps}"
     if inputs.by_channel:
         if (reason := of_channels().why_not_form(inputs)) is not None:
             return reason
-    elif sizes not in CONFIGURATIONS:
+    elif padded(inputs) not in CONFIGURATIONS:
         known = " or ".join(str(size) for size in CONFIGURATIONS)
-        return f"the fused kernel has (K, V) = {known} or V a multiple of K, got {sizes}"
+        return (
+            f"the fused kernel has (K, V) = {known}, or from 80 to 128 in steps of {STEP}, where V "
+            f"may be equal parts of a head's, got {q.shape[3], inputs.v.shape[3]}"
+        )
     if q.dtype != torch.bfloat16 and (q.dtype != torch.float16 or inputs.beta is not None):
         return (
             "the fused kernel rounds to 16 bits what an erase needs more digits of in float16: it "
@@ -118,17 +126,26 @@ def why_not_form(inputs: Inputs) -> str | None:
     return None
 
 
+def padded(inputs: Inputs) -> tuple[int, int]:
+    """Keys and values of a head's tiles: of more than 64 channels, in steps, the power of two."""
+    sizes = inputs.q.shape[3], inputs.v.shape[3]
+    if min(sizes) <= VALUES.value or any(size % STEP for size in sizes):
+        return sizes
+    return power_of_two(sizes[0]), power_of_two(sizes[1])
+
+
 def in_parts(inputs: Inputs) -> Inputs:
-    """The call with K values in a head: of value heads with more, each part is one.
+    """The call with no more values in a head than keys in a tile: where it has, parts are heads.
 
     Rows of S know nothing of each other. The parts of a head share its gates (`per_gate`).
     """
-    key_size, value_size = inputs.q.shape[3], inputs.v.shape[3]
-    if inputs.by_channel or value_size <= key_size or value_size % key_size:
+    value_size = inputs.v.shape[3]
+    parts = -(-value_size // power_of_two(inputs.q.shape[3]))
+    if inputs.by_channel or parts == 1 or value_size % (parts * STEP):
         return inputs
-    v, state = inputs.v.unflatten(3, (-1, key_size)).flatten(2, 3), inputs.initial_state
+    v, state = inputs.v.unflatten(3, (parts, -1)).flatten(2, 3), inputs.initial_state
     if state is not None:
-        state = state.unflatten(2, (-1, key_size)).flatten(1, 2)
+        state = state.unflatten(2, (parts, -1)).flatten(1, 2)
     return inputs._replace(v=v, initial_state=state)
 
 
@@ -137,7 +154,9 @@ def taken_in_parts(inputs: Inputs, save: bool) -> Inputs:
     from deltarule.ops.delta_rule.gluon.gradient_stage import runs
 
     parts = in_parts(inputs)
-    if parts is inputs or inputs.q.shape[3] < LEAST_KEYS:
+    _, tokens, _, key_size = inputs.q.shape
+    short = inputs.cu_seqlens is not None and tokens < LEAST_PACKED * inputs.sequences
+    if parts is inputs or key_size < LEAST_KEYS or (short and key_size < padded(parts)[0]):
         return inputs
     plan = make_plan(parts)
     taken = pays(parts, plan, save) and (not save or runs(Call(parts, plan)))
@@ -180,7 +199,7 @@ def fills(inputs: Inputs, processors: int) -> bool:
     """Whether enough of so many multiprocessors have a program in every round of them."""
     programs = inputs.sequences * inputs.v.shape[2]
     rounds = -(-programs // processors)
-    config = CONFIGURATIONS.get((inputs.q.shape[3], inputs.v.shape[3]))
+    config = CONFIGURATIONS.get(padded(inputs))
     return config is not None and programs >= config.filled * rounds * processors
 
 
@@ -212,20 +231,23 @@ def forward_launch(call: Call, save: bool) -> Launch:
     inputs = call.inputs
     _, tokens, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
-    config = CONFIGURATIONS[key_size, value_size]
+    keys, values = padded(inputs)
+    config = CONFIGURATIONS[keys, values]
     slots = SLOTS_WITHOUT_ERASE if inputs.erase == "none" else config.slots
     slots = min(slots, SLOTS_THAT_SAVE) if save else slots
     packed = inputs.cu_seqlens is not None
-    rows, keys, values = CHUNK.value, heads * key_size, value_heads * value_size
+    rows, part = CHUNK.value, VALUES.value
     queries = rows // inputs.n_steps
     tiles = {
-        "q": (keys, [queries, key_size]), "k": (keys, [rows, key_size]),
-        "v": (values, [rows, VALUES.value]), "o": (values, [queries, VALUES.value]),
-    }  # fmt: skip
+        "q": of_heads(heads, key_size, [queries, keys]),
+        "k": of_heads(heads, key_size, [rows, keys]),
+        "v": of_heads(value_heads, value_size, [rows, part]),
+        "o": of_heads(value_heads, value_size, [queries, part]),
+    }
     if save:
         tiles |= saved_tiles(call)
     constants = {
-        "K": key_size, "V": value_size, "STEPS": inputs.n_steps,
+        "K": keys, "V": values, "KEYS": key_size, "WIDTH": value_size, "STEPS": inputs.n_steps,
         "PER_GATE": inputs.per_gate, "SLOTS": slots,
         "DECAY": inputs.log_decay is not None, "TIED": inputs.beta is not None,
         "UNIT": inputs.normalize_qk, "PACKED": packed, "SAVE": save,
@@ -237,14 +259,27 @@ def forward_launch(call: Call, save: bool) -> Launch:
     return FusedLaunch(forward_kernel, constants, tiles)
 
 
-def saved_tiles(call: Call) -> dict[str, tuple[int, list[int]]]:
+def of_heads(heads: int, size: int, tile: list[int]) -> tuple[Width, list[int]]:
+    """A tile of rows of heads of so many channels, which ends at a head's last."""
+    if size % tile[1] == 0:
+        return heads * size, tile
+    return (heads, size), [tile[0], 1, tile[1]]
+
+
+def of_states(inputs: Inputs, tile: list[int]) -> tuple[Width, list[int]]:
+    """A tile of rows of states [V, K], which ends at a state's last."""
+    value_size, key_size = inputs.state_shape[2:]
+    return (key_size, tile) if value_size % tile[0] == 0 else ((value_size, key_size), [1, *tile])
+
+
+def saved_tiles(call: Call) -> dict[str, tuple[Width, list[int]]]:
     """What `forward_kernel` leaves for a backward through the copy engine."""
-    key_size, value_size = call.inputs.q.shape[3], call.inputs.v.shape[3]
+    value_size, (keys, values) = call.inputs.v.shape[3], padded(call.inputs)
     rows, part = CHUNK.value, VALUES.value
     # With an erase two state roles leave their shares of the rows of P.
-    share = rows // (value_size // part) if call.inputs.beta is not None else rows
+    share = rows // (values // part) if call.inputs.beta is not None else rows
     tiles = {
-        "states": (key_size, [part, key_size]), "errors": (value_size, [rows, part]),
+        "states": of_states(call.inputs, [part, keys]), "errors": (value_size, [rows, part]),
         "scores": (rows, [share, rows]), "corrections": (rows, [rows, rows]),
     }  # fmt: skip
     return {name: tile for name, tile in tiles.items() if call[name] is not None}
@@ -266,6 +301,7 @@ def norms_launch(call: Call) -> Launch:
     """`inverse_norms_kernel` with its constants."""
     heads, key_size = call.inputs.q.shape[2:]
     sizes = {"HEADS": heads, "STEPS": call.inputs.n_steps, "K": key_size, "ROWS": NORM_ROWS}
+    sizes["BK"] = power_of_two(key_size)
     return Launch(inverse_norms_kernel, {**sizes, "num_warps": 4, "num_stages": 1})
 
 

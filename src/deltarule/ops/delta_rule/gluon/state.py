@@ -37,7 +37,9 @@ from deltarule.ops.delta_rule.gluon.memory import (
     Form,
     barrier,
     product,
+    there_of_state,
 )
+from deltarule.ops.delta_rule.gluon.movers import framed, place_of_rows
 from deltarule.ops.delta_rule.gluon.pairs import finish_pairs, start_pairs
 from deltarule.ops.delta_rule.gluon.products import finish, operand, put, start, tell, value
 
@@ -59,9 +61,10 @@ def state_role(
     TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
     dtype: gl.constexpr = tiles.q.dtype
     o_v = PART * VALUES + gl.arange(0, VALUES, gl.SliceLayout(1, STATE))
-    o_s = o_v[:, None] * K + gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
+    o_s = o_v[:, None] * FORM.KEYS + gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
+    there = there_of_state(o_v[:, None], K, PARTS * VALUES, FORM, STATE)
     if FORM.INITIAL:
-        s = gl.load(initial_state + o_s)
+        s = gl.load(initial_state + o_s, mask=there, other=0.0)
     else:
         s = gl.zeros([VALUES, K], gl.float32, STATE)
     s = put(places.state, s)
@@ -82,7 +85,7 @@ def state_role(
         number = place.slot + i * place.value_heads
         if FORM.SAVE:
             low = value(left, STATE)
-            save_state(tiles, barriers, saved, number * PARTS + PART, low, PART, FORM)
+            save_state(tiles, barriers, saved, number, low, PART, PARTS, FORM)
         v = tiles.v.index(slot * PARTS + PART).permute((1, 0)).load(TOKENS)
         if FORM.TIED:
             o = finish((o,), places.has_out, i & 1, 1)
@@ -132,7 +135,7 @@ def state_role(
         fence_async_shared()
         mbarrier.arrive(barriers.written.index(PART))
         tma.store_wait(0)
-    gl.store(final_state + o_s, value(s, STATE))
+    gl.store(final_state + o_s, value(s, STATE), mask=there)
 
 
 @triton.constexpr_function
@@ -152,14 +155,19 @@ def decayed(tiles, gate, places, s, K: gl.constexpr, DECAY: gl.constexpr):
 
 
 @gluon.jit
-def save_state(tiles, barriers, saved, row, low, PART: gl.constexpr, FORM: gl.constexpr):
+def save_state(
+    tiles, barriers, saved, number, low, PART: gl.constexpr, PARTS: gl.constexpr,
+    FORM: gl.constexpr,
+):  # fmt: skip
     """S of the chunk's start on its way out; o of the chunk before, too: first of all, nothing."""
     tma.store_wait(copies_between(FORM))
     barrier()
     tiles.saved.index(PART).store(low)
     fence_async_shared()
     mbarrier.arrive(barriers.written.index(PART))
-    tma.async_copy_shared_to_global(saved.states, [row * VALUES, 0], tiles.saved.index(PART))
+    at = place_of_rows(saved.states, (number * PARTS + PART) * VALUES, PARTS * VALUES)
+    x = framed(tiles.saved.index(PART), saved.states)
+    tma.async_copy_shared_to_global(saved.states, at, x)
 
 
 @gluon.jit
