@@ -155,7 +155,7 @@ def gated_norm() -> Case:
     inputs = {"x": random(*shape), "gate": random(*shape), "weight": weight}
 
     def call(x: Tensors) -> tuple[Any, ...]:
-        return x["x"], x["gate"], x["weight"], 1e-5, "silu"
+        return x["x"], x["gate"], x["weight"], 1e-5, "silu", False
 
     sides: dict[str, Run] = {
         "deltarule": lambda x: norm_op.gated_norm(*call(x)),

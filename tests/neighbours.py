@@ -117,14 +117,15 @@ def three_convs(
 
 
 def gated_norm(
-    size: int = 20, activation: norm.Activation | None = "silu", *, sliced: bool = False
-) -> Neighbour:
+    size: int = 20, activation: norm.Activation | None = "silu", *, sliced: bool = False,
+    zero_centered: bool = False,
+) -> Neighbour:  # fmt: skip
     """The gated norm of each head, of a slice of a wider projection too."""
     shape = (2, 5, 3, size)
 
-    def call(x: Tensors) -> tuple[Tensor, Tensor | None, Tensor, float, norm.Activation]:
+    def call(x: Tensors) -> tuple[Tensor, Tensor | None, Tensor, float, norm.Activation, bool]:
         given = x["x"][..., 1:].unflatten(-1, shape[2:]) if sliced else x["x"]
-        return given, x.get("gate"), x["weight"], 1e-5, activation or "silu"
+        return given, x.get("gate"), x["weight"], 1e-5, activation or "silu", zero_centered
 
     tensors = {
         "x": torch.randn(2, 5, 3 * size + 1) if sliced else torch.randn(shape),
@@ -265,6 +266,8 @@ MAKERS: dict[str, Callable[[], Neighbour]] = {
     "norm, sigmoid, sliced": lambda: gated_norm(17, "sigmoid", sliced=True),
     "norm without gate": lambda: gated_norm(300, None),
     "norm in three parts": lambda: gated_norm(96),
+    "norm less one": lambda: gated_norm(17, None, zero_centered=True),
+    "norm less one in three parts": lambda: gated_norm(96, zero_centered=True),
     "residual norm": residual_norm,
     "residual norm, sliced": lambda: residual_norm(300, sliced=True),
     "residual norm, no sum": lambda: residual_norm(17, alone=True),

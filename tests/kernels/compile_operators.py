@@ -214,7 +214,9 @@ FUSED = {
         short_conv, CHANNELS[:, :1], TAPS, halves(2, 3, 2048), None, None, None, True
     ),
     "conv, step": run_fused(convolution_step, STREAMS, outputs=0),
-    "norm": run_fused(gated_norm, HEADS, torch.empty_like(HEADS), torch.empty(128), 1e-5, "silu"),
+    "norm": run_fused(
+        gated_norm, HEADS, torch.empty_like(HEADS), torch.empty(128), 1e-5, "silu", False
+    ),
     "residual norm": run_fused(
         residual_norm, CHANNELS[0], CHANNELS[1], torch.empty(2048), 1e-5, outputs=2
     ),

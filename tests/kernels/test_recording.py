@@ -474,7 +474,9 @@ def columns(size: int) -> torch.Tensor:
 def maps() -> dict[str, tuple[object, ...]]:
     """What launches, its inputs and what else it is given."""
     conv = ShortConv(columns(16), torch.randn(16, 4), torch.randn(1, 3, 16), None, None, None, True)
-    norm = GatedNorm(rows(2, 16), columns(32).unflatten(-1, (2, 16)), rows(16)[0, 0], 1e-5, "silu")
+    norm = GatedNorm(
+        rows(2, 16), columns(32).unflatten(-1, (2, 16)), rows(16)[0, 0], 1e-5, "silu", False
+    )
     total = ResidualNorm(rows(32), rows(32), rows(32)[0, 0], 1e-5)
     decay = gates.LogDecay(rows(4), torch.randn(4), torch.randn(4), False)
     strength, both = gates.WriteStrength(columns(4), 2.0), GatedProduct(*rows(32)[0].split(16, -1))

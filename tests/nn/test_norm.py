@@ -50,7 +50,7 @@ def test_a_norm_less_one_is_the_plain_one_and_loses_nothing_in_16_bits():
     plain.weight.data = 1 + norm.weight.data
     assert torch.equal(norm(x), plain(x))
     norm, half = norm.to(torch.bfloat16), x.to(torch.bfloat16)
-    assert norm.scale().dtype == torch.float32
+    assert norms.scale_of(norm.weight, True).dtype == torch.float32
     # Rounded once: the weights, which 1 + w in 16 bits would lose, still tell.
     wide = RMSNorm(64, zero_centered=True)
     wide.weight.data = norm.weight.data.float()

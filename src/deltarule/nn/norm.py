@@ -21,6 +21,7 @@ from deltarule.ops.dispatch import are_plain_eager, without_autocast
 from deltarule.ops.fused import norms as fused
 from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
 from deltarule.ops.operators import direct
+from deltarule.ops.sequences import computed
 
 Activation = Literal["silu", "sigmoid", "gelu"]
 Slot = Callable[[Tensor], Tensor]
@@ -51,17 +52,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., size]."""
-        return gated_norm(x, None, self.scale(), self.eps)
+        return gated_norm(x, None, self.weight, self.eps, zero_centered=self.zero_centered)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + y [..., size] and its norm."""
-        return residual_norm(x, y, self.scale(), self.eps)
-
-    def scale(self) -> Tensor:
-        """What the normalised channels are multiplied by; beside 1, 16 bits would lose it."""
-        if not self.zero_centered:
-            return self.weight
-        return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        return residual_norm(x, y, scale_of(self.weight, self.zero_centered), self.eps)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -86,14 +81,20 @@ class GatedRMSNorm(RMSNorm):
         return gated_norm(x, gate, self.weight, self.eps, self.activation)
 
 
+def scale_of(weight: Tensor, zero_centered: bool) -> Tensor:
+    """1 + weight in float32 at least, since beside 1 16 bits would lose it; or the weight."""
+    return 1 + computed(weight) if zero_centered else weight
+
+
 def gated_norm(
-    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: Activation = "silu"
-) -> Tensor:
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: Activation = "silu",
+    zero_centered: bool = False,
+) -> Tensor:  # fmt: skip
     """weight * x / sqrt(mean(x^2) + eps) * activation(gate): one kernel, or plain PyTorch."""
     if kernel_runs(x, why_no_gated_norm(x, gate, activation)):
         # The weight is in float32 there, and y is rounded once.
-        return fused.gated_norm(x, gate, weight, eps, activation)
-    return plain_gated_norm(x, gate, weight, eps, activation)
+        return fused.gated_norm(x, gate, weight, eps, activation, zero_centered)
+    return plain_gated_norm(x, gate, weight, eps, activation, zero_centered)
 
 
 def gated_norm_product(
@@ -117,7 +118,8 @@ def gated_norm_product(
     # Nor where autocast rounds between the two.
     if (given := in_one_node(x, [module])) is None or given[0] is not x:
         return None
-    y: Tensor = direct(NormedProduct)(x, gate, weight, given[1], slot, norm.eps, norm.activation)
+    numbers = norm.eps, norm.activation, False
+    y: Tensor = direct(NormedProduct)(x, gate, weight, given[1], slot, *numbers)
     return y
 
 
@@ -153,14 +155,18 @@ class NormedProduct(torch.autograd.Function):
         if gate is not None and ctx.slot is not None:
             d_gate = ctx.slot(gate.flatten(-2)).view(gate.shape)
         d_x, made, d_weight = kernels.gated_norm_gradients(norm, d_n, d_gate)
-        return d_x, made if d_gate is None else d_gate, d_weight, d_matrix, None, None, None
+        return d_x, made if d_gate is None else d_gate, d_weight, d_matrix, None, None, None, None
 
 
 def plain_gated_norm(
-    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: Activation
-) -> Tensor:
-    y = normalised(x, weight, eps)
-    return y if gate is None else y * ACTIVATIONS[activation](gate)
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: Activation,
+    zero_centered: bool,
+) -> Tensor:  # fmt: skip
+    weight = scale_of(weight, zero_centered)
+    if gate is None:
+        return normalised(x, weight, eps)
+    y = normalised(computed(x), weight, eps) * ACTIVATIONS[activation](computed(gate))
+    return y.to(x.dtype)
 
 
 def why_no_gated_norm(x: Tensor, gate: Tensor | None, activation: Activation) -> str | None:

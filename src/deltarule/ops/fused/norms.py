@@ -23,6 +23,7 @@ class GatedNorm(NamedTuple):
     weight: [V].
     eps: Added to the mean square.
     activation: "silu" or "sigmoid".
+    zero_centered: Whether the weight is kept less one.
     """
 
     x: Tensor
@@ -30,6 +31,7 @@ class GatedNorm(NamedTuple):
     weight: Tensor
     eps: float
     activation: str
+    zero_centered: bool
 
 
 def like_x(inputs: GatedNorm) -> tuple[Tensor]:

@@ -1,6 +1,6 @@
 """Root-mean-square norm of each head, multiplied by an activated gate, and its gradient.
 
-    n = x / sqrt(mean(x^2) + eps)        y = weight * n * activation(gate)
+    n = x / sqrt(mean(x^2) + eps)        y = (OFFSET + weight) * n * activation(gate)
 
 A row is one head of one token. Nothing but the inputs is kept for the backward: a row is read
 whole anyway, and its norm costs less than reading it back. Tiles have powers of two of columns, so
@@ -63,12 +63,12 @@ def store_part(p, b, c, o_v, m_r, V: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def weights(weight, o_v, V: tl.constexpr, BV: tl.constexpr):
-    """The parts of the weight, [1, BV] in float32."""
+def weights(weight, o_v, V: tl.constexpr, BV: tl.constexpr, OFFSET: tl.constexpr):
+    """The parts of OFFSET + weight, [1, BV] in float32."""
     parts = ()
     for c in tl.static_range(0, V, BV):
         b_w = tl.load(weight + c + o_v, mask=c + o_v < V, other=0.0)
-        parts = parts + (b_w.to(tl.float32)[None, :],)
+        parts = parts + (b_w.to(tl.float32)[None, :] + OFFSET,)
     return parts
 
 
@@ -92,7 +92,7 @@ def rows_of(x, r, s_m, s_h, H: tl.constexpr):
 def gated_norm_kernel(
     x, gate, weight, y, rows, eps, s_x_m, s_x_h, s_gate_m, s_gate_h,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
-    ACTIVATION: tl.constexpr, CHAINED: tl.constexpr,
+    ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """BR rows."""
     begin(CHAINED)
@@ -103,7 +103,7 @@ def gated_norm_kernel(
     xs = load_parts(rows_of(x, r, s_x_m, s_x_h, H), o_v, m_r, V, BV)
     if ACTIVATION != "none":
         gates = load_parts(rows_of(gate, r, s_gate_m, s_gate_h, H), o_v, m_r, V, BV)
-    ws = weights(weight, o_v, V, BV)
+    ws = weights(weight, o_v, V, BV, OFFSET)
     b_r = tl.rsqrt(mean(xs, xs, V, N) + eps)
     for i in tl.static_range(N):
         b_y = xs[i].to(tl.float32) * b_r * ws[i]
@@ -119,14 +119,14 @@ def gated_norm_backward_kernel(
     d_y, x, gate, weight, d_x, d_gate, d_weight, rows, tiles, eps,
     s_dy_m, s_dy_h, s_x_m, s_x_h, s_gate_m, s_gate_h, s_dg_m, s_dg_h,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    ACTIVATION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """`tiles` times BR rows, and their part of d weight.
 
     dn = weight * activation(gate) * dy        dx = (dn - n mean(n dn)) / sqrt(mean(x^2) + eps)
     """
     o_v = tl.arange(0, BV)
-    b_w = tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
+    b_w = tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :] + OFFSET
     b_dw = tl.zeros([BR, BV], tl.float32)
     for tile in range(tiles):
         r = (tl.program_id(0).to(tl.int64) * tiles + tile) * BR + tl.arange(0, BR)
@@ -210,6 +210,7 @@ def arguments(inputs: GatedNorm, forward: bool) -> dict[str, Any]:
     if forward and width != size and power_of_2(size // 3) * 3 == size:
         width, elements = size // 3, THREE_PARTS
     values |= {"H": heads, "V": size, "BV": width, "BR": max(elements // width, 1)}
+    values["OFFSET"] = int(inputs.zero_centered)
     return values | {"ACTIVATION": "none" if gate is None else inputs.activation}
 
 
