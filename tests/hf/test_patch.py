@@ -26,18 +26,24 @@ def in_one_row(documents):
 
 def test_what_is_replaced_and_taken_back():
     original = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    norm = modeling_qwen3_5.Qwen3_5RMSNorm.forward
     patched = patch(tiny("qwen3_5"))
     assert "modeling_qwen3_5.torch_chunk_gated_delta_rule" in patched.replaced
     assert "modeling_qwen3_5.causal_conv1d_fn" in patched.replaced
+    for name in ("RMSNorm", "RMSNormGated", "MLP"):
+        assert f"Qwen3_5{name}.forward" in patched.replaced
+    assert modeling_qwen3_5.Qwen3_5RMSNorm.forward is not norm
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is not original
     patched.unpatch()
     patched.unpatch()
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is original
+    assert modeling_qwen3_5.Qwen3_5RMSNorm.forward is norm
 
 
 def test_options_leave_things_alone():
-    with patch(tiny("qwen3_5"), conv=False, packing=False) as patched:
-        assert not any("conv" in name or "mask" in name for name in patched.replaced)
+    with patch(tiny("qwen3_5"), conv=False, packing=False, norms=False) as patched:
+        left = ("conv", "mask", "Norm", "MLP")
+        assert not any(part in name for name in patched.replaced for part in left)
 
 
 def test_functions_stay_for_the_last_model_that_holds_them():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from deltarule.hf.norms import NORMS
 from deltarule.hf.patch import (
     CONVOLUTIONS,
     FORWARDS,
@@ -28,6 +29,12 @@ DECORATOR = "use_kernel_func_from_hub_with_fallback"
 KNOWN = {*RECURRENCES, *SHORTCUTS, *CONVOLUTIONS, *KEPT}
 # Convolutions alone, without a recurrence.
 CONVOLUTIONAL = {"lfm2", "lfm2_moe", "inkling", "inkling2"}
+# Norms and MLPs that stay theirs: no weight, a limit, groups, another activation, an adapter.
+OTHER_NORMS = {
+    "FalconH1RMSNormGated", "FalconMambaWeightlessRMSNorm", "Glm5NextTextMLP",
+    "Glm5NextTextUnweightedRMSNorm", "Glm5NextVisionMLP", "NemotronHMLP", "Qwen3_5MoeVisionMLP",
+    "Qwen3_5VisionMLP", "Qwen4ExpTextRMSNorm", "Qwen4ExpVisionMLP", "Zamba2MLP", "ZambaMLP",
+}  # fmt: skip
 
 
 def hooked_functions(file: Path) -> dict[str, ast.FunctionDef]:
@@ -93,6 +100,13 @@ def test_every_class_with_a_forward_of_ours_is_there_and_no_other_like_it():
     texts = [file.read_text() for file in MODELS.glob("*/modeling_*.py")]
     found = {name for text in texts for name in like.findall(text)}
     assert found == {*FORWARDS, *GATED_LAYERS}
+
+
+def test_every_norm_and_mlp_of_the_families_is_known():
+    files = [MODELS / folder / f"modeling_{folder}.py" for folder in FAMILIES]
+    texts = "".join(file.read_text() for file in files)
+    found = set(re.findall(r"^class (\w*(?:Norm|NormGated|MLP))\(", texts, re.M))
+    assert found == {*NORMS, *OTHER_NORMS}
 
 
 def test_masks_are_there():

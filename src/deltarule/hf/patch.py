@@ -12,6 +12,7 @@ from torch import nn
 from deltarule.hf.convolution import causal_conv1d, causal_conv1d_step
 from deltarule.hf.hooks import forget_checkpointing, hook_packing, hook_padding, with_documents
 from deltarule.hf.layers import forget_gate, gated_delta_layer, lightning_attention
+from deltarule.hf.norms import NORMS
 from deltarule.hf.recurrence import (
     gated_delta_rule,
     mamba2_chunk_scan,
@@ -61,7 +62,9 @@ Place = tuple[Any, str]
 _HELD: dict[Place, tuple[Any, int]] = {}
 
 
-def patch(model: nn.Module, *, conv: bool = True, packing: bool = True) -> "Patch":
+def patch(
+    model: nn.Module, *, conv: bool = True, packing: bool = True, norms: bool = True
+) -> "Patch":
     r"""Run a model of transformers on this library's operators, forward and backward.
 
     Its recurrent layers call functions by their names in their modeling file; these are replaced.
@@ -81,6 +84,8 @@ def patch(model: nn.Module, *, conv: bool = True, packing: bool = True) -> "Patc
             W - 1 tokens into their neighbour and padding on the right stays in its inputs.
         packing: Whether to look for packed documents. From `position_ids` this waits for the GPU
             once a forward pass.
+        norms: Whether to replace RMS norms and SwiGLU in the same files, too. On a GPU each is one
+            kernel in place of up to twelve.
 
     Returns:
         What was done: a context manager; `unpatch()` takes it back.
@@ -98,7 +103,7 @@ def patch(model: nn.Module, *, conv: bool = True, packing: bool = True) -> "Patc
 
     Source: the names and signatures of transformers 5.23.
     """
-    return Patch(model, conv=conv, packing=packing)
+    return Patch(model, conv=conv, packing=packing, norms=norms)
 
 
 class Patch:
@@ -108,14 +113,15 @@ class Patch:
         model: As for `patch`.
         conv: As for `patch`.
         packing: As for `patch`.
+        norms: As for `patch`.
 
     Attributes:
         replaced: What was replaced, such as "modeling_qwen3_5.torch_chunk_gated_delta_rule".
     """
 
-    def __init__(self, model: nn.Module, *, conv: bool, packing: bool) -> None:
+    def __init__(self, model: nn.Module, *, conv: bool, packing: bool, norms: bool) -> None:
         """Replace the functions and register the hooks."""
-        found = replacements(model, conv=conv, packing=packing)
+        found = replacements(model, conv=conv, packing=packing, norms=norms)
         if not found:
             raise ValueError(
                 f"model must have recurrent layers of transformers that deltarule runs, and "
@@ -149,17 +155,21 @@ class Patch:
         self.unpatch()
 
 
-def replacements(model: nn.Module, *, conv: bool, packing: bool) -> dict[Place, Function]:
+def replacements(
+    model: nn.Module, *, conv: bool, packing: bool, norms: bool
+) -> dict[Place, Function]:
     """What takes which place in the files that the model's recurrent layers come from."""
     functions, classes = RECURRENCES, FORWARDS
     if conv:
         functions, classes = functions | CONVOLUTIONS, classes | GATED_LAYERS
+    if norms:
+        classes = classes | NORMS
     found: dict[Place, Function] = {}
     for file in modeling_files(model):
         names = vars(file)
-        forwards = [name for name in classes if name in names]
-        if not forwards and not any(name in names for name in RECURRENCES):
+        if not any(name in names for name in (*RECURRENCES, *FORWARDS)):
             continue
+        forwards = [name for name in classes if name in names]
         found |= {(names[name], "forward"): accepting(classes[name]) for name in forwards}
         found |= {(file, name): accepting(functions[name]) for name in functions if name in names}
         found |= {(file, name): _no_shortcut for name in SHORTCUTS if name in names}

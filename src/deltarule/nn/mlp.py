@@ -3,6 +3,7 @@
 y = down(SiLU(gate x) * up x)        or, without a gate, y = down(max(up x, 0)^2)
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -45,20 +46,27 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Hidden) -> Hidden:
         """Map x [B, T, hidden_size] token by token."""
-        of_input, factor = tuple(self.of_input().values()), self.gate_multiplier
-        given = in_one_node(x, (*of_input, self.down_proj))
-        if given is not None and why_not_fused(x) is None:
-            y: Hidden = direct(GatedProducts)(*given, factor)
-            return y
-        gate, up = linears(x, of_input)
-        if factor != 1:
-            gate = gate * factor
-        fits = kernel_runs(gate, why_not_gated(gate, up))
-        return linear(fused.swiglu(gate, up) if fits else F.silu(gate) * up, self.down_proj)
+        return swiglu(x, (*self.of_input().values(), self.down_proj), self.gate_multiplier)
 
     def of_input(self) -> dict[str, nn.Module]:
         """What is applied to x itself, by the name of its result."""
         return {"gate": self.gate_proj, "up": self.up_proj}
+
+
+def swiglu(x: Tensor, modules: Sequence[nn.Module], factor: float = 1.0) -> Tensor:
+    """down(SiLU(factor * gate x) * up x) of the modules gate, up and down."""
+    given = in_one_node(x, modules)
+    if given is not None and why_not_fused(x) is None:
+        y: Tensor = direct(GatedProducts)(*given, factor)
+        return y
+    gate, up = linears(x, modules[:2])
+    return linear(gated_product(gate if factor == 1 else gate * factor, up), modules[2])
+
+
+def gated_product(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) * up: one kernel, or plain PyTorch."""
+    fits = kernel_runs(gate, why_not_gated(gate, up))
+    return fused.swiglu(gate, up) if fits else F.silu(gate) * up
 
 
 class SquaredReLU(nn.Module):
