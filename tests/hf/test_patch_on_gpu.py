@@ -27,3 +27,25 @@ def test_whole_packed_steps_and_beams(name, monkeypatch):
         found = [model.generate(ids[:, :20], num_beams=n, **GENERATE) for n in (1, 3)]
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear", "mamba2"])
+def test_gradients(name):
+    """Of every parameter, with one node for several projections and for each MLP."""
+    model, ids = tiny(name).train(), tokens(2, 70)
+
+    def gradients():
+        model.zero_grad()
+        there, parameters = ids.to(model.device), model.named_parameters()
+        model(there, labels=there, use_cache=False).loss.backward()
+        return {k: p.grad.to("cpu", copy=True) for k, p in parameters if p.grad is not None}
+
+    with patch(model):
+        before = gradients()
+        model.cuda()
+        found = gradients()
+    assert found.keys() == before.keys()
+    for key, slope in before.items():
+        # A bias that the loss does not see has a gradient of rounding errors.
+        if slope.norm() > 1e-7:
+            assert error(found[key], slope) < 1e-4, key

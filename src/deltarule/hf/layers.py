@@ -4,6 +4,7 @@ MiniMax's calls no function that could be. The others make gates, and hand on lo
 the operators make gates of those, in the kernel of a step or in one for a whole sequence.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from deltarule.hf.call import NOTE, padding_removed
 from deltarule.hf.convolution import causal_conv1d, causal_conv1d_step
 from deltarule.hf.recurrence import Recurrence, gated_delta_rule, turned
+from deltarule.nn.linears import linears
 from deltarule.ops import BetaLogits, DecayLogits
 from deltarule.ops.sequences import computed
 
@@ -84,17 +86,24 @@ def gated_delta_layer(
 def projections(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | DecayLogits]:
     """q, k and v in one row, the output's gate, the logits of beta, and the decay."""
     if hasattr(self, "in_proj_qkvz"):
-        given = self.in_proj_qkvz(x), self.in_proj_ba(x)
+        given = products(x, [self.in_proj_qkvz, self.in_proj_ba])
         *parts, gate, b, a = self.fix_query_key_value_ordering(*given)
         return torch.cat([part.flatten(2) for part in parts], -1), gate, b, head_decay(self, a)
     if hasattr(self, "in_proj_qkv"):
-        decay = head_decay(self, self.in_proj_a(x))
-        return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), decay
-    qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-    gate = self.g_proj(x) if hasattr(self, "g_proj") else self.g_b_proj(self.g_a_proj(x))
-    kda = hasattr(self, "forget_gate")
-    decay = self.forget_gate(x) if kda else head_decay(self, self.a_proj(x))
-    return qkv, gate, self.b_proj(x), decay
+        modules = [self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a]
+        qkv, gate, b, a = products(x, modules)
+        return qkv, gate, b, head_decay(self, a)
+    whole, kda = hasattr(self, "g_proj"), hasattr(self, "forget_gate")
+    modules = [self.q_proj, self.k_proj, self.v_proj, self.b_proj]
+    modules += [self.g_proj if whole else self.g_a_proj, *([] if kda else [self.a_proj])]
+    q, k, v, b, gate, *a = products(x, modules)
+    decay = self.forget_gate(x) if kda else head_decay(self, *a)
+    return torch.cat([q, k, v], -1), gate if whole else self.g_b_proj(gate), b, decay
+
+
+def products(x: Tensor, modules: list[Any]) -> Sequence[Tensor]:
+    """One node of autograd; without gradients calls of modules take the host less time."""
+    return linears(x, modules) if torch.is_grad_enabled() else [module(x) for module in modules]
 
 
 def head_decay(self: Any, a: Tensor) -> DecayLogits:
