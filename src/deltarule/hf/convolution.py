@@ -20,11 +20,26 @@ def causal_conv1d(
     cu_seq_lens_q: Tensor | None = None,
 ) -> Tensor:
     """[B, D, T] with taps [D, W] over a whole sequence; packed documents start afresh."""
-    x = hidden_states.transpose(1, 2)
-    shape = x.shape
+    note_history(hidden_states, weight)
+    return convolution(hidden_states, weight, bias, activation, cu_seq_lens_q)
+
+
+def note_history(hidden_states: Tensor, weight: Tensor) -> None:
+    """Keep the last real inputs for the hook after the layer, where there is padding."""
     if NOTE.real is not None:
         NOTE.history = last_inputs(hidden_states, weight.shape[1], NOTE.real)
-    offsets = first_given(cu_seq_lens_q, NOTE.cu_seqlens)
+
+
+def convolution(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    """The same of some channels, which leaves no note."""
+    x = hidden_states.transpose(1, 2)
+    shape, offsets = x.shape, first_given(cu_seqlens, NOTE.cu_seqlens)
     x = x if offsets is None else one_row(x)
     # SiLU is part of the kernel.
     fused = activation in SILU

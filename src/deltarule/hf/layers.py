@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from deltarule.hf.call import NOTE, padding_removed
-from deltarule.hf.convolution import causal_conv1d, causal_conv1d_step
+from deltarule.hf.convolution import causal_conv1d_step, convolution, note_history
 from deltarule.hf.recurrence import Recurrence, gated_delta_rule, turned
 from deltarule.nn.linears import linears
 from deltarule.ops import BetaLogits, DecayLogits
@@ -63,13 +63,12 @@ def gated_delta_layer(
     if cache_params is not None:
         start = cache_params.get_recurrent_state(self.layer_idx, state_idx=0)
     qkv, gate, b, decay = projections(self, x)
-    qkv = convolved(self, qkv.mT, cache_params, cu_seq_lens_q).mT
     if hasattr(self, "forget_gate"):
         keys = values = self.qkv_dim, self.head_dim
     else:
         keys, values = (self.key_dim, self.head_k_dim), (self.value_dim, self.head_v_dim)
     channels, sizes = zip(keys, keys, values, strict=True)
-    parts = zip(qkv.split(channels, -1), sizes, strict=True)
+    parts = zip(convolved(self, qkv, channels, cache_params, cu_seq_lens_q), sizes, strict=True)
     q, k, v = (part.unflatten(-1, (-1, size)) for part, size in parts)
     o, state = gated_delta_rule(
         q, k, v, decay, BetaLogits(b, 2.0 if getattr(self, "allow_neg_eigval", False) else 1.0),
@@ -121,15 +120,24 @@ def forget_gate(self: Any, x: Tensor) -> DecayLogits:
     )  # fmt: skip
 
 
-def convolved(self: Any, x: Tensor, cache: Any, cu_seqlens: Tensor | None) -> Tensor:
-    """[B, D, T] after the inputs in the cache, which move on."""
-    given = self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation
-    layer, tokens = self.layer_idx, x.shape[-1]
+def convolved(
+    self: Any, qkv: Tensor, channels: Sequence[int], cache: Any, cu_seqlens: Tensor | None
+) -> Sequence[Tensor]:
+    """q, k and v [B, T, D] after the inputs in the cache, which move on.
+
+    Each is whole in memory, as the operator takes it: parts of one would be copied for it.
+    """
+    weight, bias, activation = self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation
+    x, layer, tokens = qkv.mT, self.layer_idx, qkv.shape[1]
     if cache is not None:
         before = cache.get_conv_state(layer, state_idx=0)
         if before is not None and tokens == 1 and not cache.is_recording_past(layer):
-            return causal_conv1d_step(x, before, *given)
+            y = causal_conv1d_step(x, before, weight, bias, activation)
+            return y.mT.split(channels, -1)
         x = cache.update_conv_state(x, layer, conv_kernel_size=self.conv_kernel_size)
-    y = causal_conv1d(x, *given, cu_seqlens)
+    note_history(x, weight)
+    biases = [None] * 3 if bias is None else bias.split(channels)
+    parts = zip(x.split(channels, 1), weight.split(channels), biases, strict=True)
+    outputs = [convolution(*part, activation, cu_seqlens).mT for part in parts]
     # The gradient of a cut has another layout: none where all tokens stay.
-    return y if cache is None else y[..., -tokens:]
+    return outputs if cache is None else [y[:, -tokens:] for y in outputs]
