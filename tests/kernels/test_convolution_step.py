@@ -6,6 +6,7 @@ import torch
 from deltarule.nn import ShortConv
 from deltarule.nn.short_conv import step_in_place
 from deltarule.ops.fused import short_conv
+from deltarule.ops.runtime.chained import UNREAD, read_early
 from promised import promised
 
 promised("triton")
@@ -33,3 +34,13 @@ def test_three_streams_are_convolved_as_each_alone(tokens, dtype, device):
     for y, history, (y_alone, history_alone) in zip(found, histories, expected, strict=True):
         assert torch.equal(y, y_alone)
         assert torch.equal(history, history_alone)
+
+
+def test_a_chain_reads_a_state_early_once():
+    mine, other = torch.zeros(2, 3), torch.zeros(3)
+    assert not read_early(mine)
+    token = UNREAD.set({mine.data_ptr()})
+    assert not read_early(mine, other)
+    assert read_early(mine)
+    assert not read_early(mine)
+    UNREAD.reset(token)

@@ -134,11 +134,12 @@ class Decoder:
         device = self.tokens.device
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side), chain(device), as_written(model):
+        with torch.cuda.stream(side), as_written(model):
             for _ in range(WARM_UP):
-                self.advance(model)
+                with chain(self.state):
+                    self.advance(model)
         torch.cuda.current_stream(device).wait_stream(side)
-        with chain(device):
+        with chain(self.state):
             self.graph = record(model, lambda: self.advance(model))
 
     def step(self, model: "CausalLM") -> Tensor:
@@ -209,13 +210,14 @@ def as_written(model: "CausalLM") -> contextlib.AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager")
 
 
-def chain(device: torch.device) -> contextlib.AbstractContextManager[None]:
+def chain(state: ModelState) -> contextlib.AbstractContextManager[None]:
     """Kernels inside start before the one before them ends, where there are any that can."""
+    device = state_device(state)
     if triton_missing(device) is not None:
         return contextlib.nullcontext()
     from deltarule.ops.runtime import chained
 
-    return chained.chain(device)
+    return chained.chain(device, [tensor for layer in state for tensor in layer.values()])
 
 
 def room_for(model: "CausalLM", tokens: int) -> int:

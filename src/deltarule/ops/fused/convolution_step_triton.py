@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deltarule.ops.fused import short_conv_kernels_triton as whole
 from deltarule.ops.fused.short_conv_triton import OPTIONS
-from deltarule.ops.runtime.chained import begin, chained
+from deltarule.ops.runtime.chained import begin, chained, read_early, wait_for_last
 from deltarule.ops.runtime.named import launch
 from deltarule.ops.runtime.sizes import cdiv
 
@@ -50,9 +50,11 @@ Given = namedtuple("Given", "x weight history y D s_b s_t")
 
 @triton.jit
 def convolve_tokens(
-    of, i_d, i_b, T: tl.constexpr, W: tl.constexpr, C: tl.constexpr, ACTIVATED: tl.constexpr
-):
-    """C channels of one row."""
+    of, i_d, i_b, T: tl.constexpr, W: tl.constexpr, C: tl.constexpr, ACTIVATED: tl.constexpr,
+    CHAINED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """C channels of one row; EARLY: histories are read before what the kernel waits for."""
+    begin(CHAINED, EARLY)
     o_d = i_d * C + tl.arange(0, C)
     m_d = o_d < of.D
     taps = whole.load_taps(of.weight, o_d, of.D, W)
@@ -61,6 +63,7 @@ def convolve_tokens(
     for r in tl.static_range(W - 1):
         b_h = tl.load(p_h + whole.history_row(n, r, of.D, W), mask=m_d[None, :], other=0.0)
         window = window + (b_h.to(tl.float32),)
+    wait_for_last(EARLY)
     p_x = of.x + i_b.to(tl.int64) * of.s_b + o_d[None, :]
     p_y = of.y + i_b.to(tl.int64) * T * of.D + o_d[None, :]
     for _ in tl.static_range(T):
@@ -82,22 +85,22 @@ def convolution_step_kernel(
     s_b_0, s_t_0, s_b_1, s_t_1, s_b_2, s_t_2,
     T: tl.constexpr, W: tl.constexpr, C: tl.constexpr, ACTIVATED_0: tl.constexpr,
     ACTIVATED_1: tl.constexpr, ACTIVATED_2: tl.constexpr, CHAINED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """C channels of one row of one stream; channels of the streams follow each other."""
-    begin(CHAINED)
     i_d, i_b = tl.program_id(0), tl.program_id(1)
     n_0, n_1 = tl.cdiv(D_0, C), tl.cdiv(D_1, C)
     if i_d < n_0:
         of = Given(x_0, w_0, h_0, y_0, D_0, s_b_0, s_t_0)
-        convolve_tokens(of, i_d, i_b, T, W, C, ACTIVATED_0)
+        convolve_tokens(of, i_d, i_b, T, W, C, ACTIVATED_0, CHAINED, EARLY)
     elif i_d < n_0 + n_1:
         i_d -= n_0
         of = Given(x_1, w_1, h_1, y_1, D_1, s_b_1, s_t_1)
-        convolve_tokens(of, i_d, i_b, T, W, C, ACTIVATED_1)
+        convolve_tokens(of, i_d, i_b, T, W, C, ACTIVATED_1, CHAINED, EARLY)
     else:
         i_d -= n_0 + n_1
         of = Given(x_2, w_2, h_2, y_2, D_2, s_b_2, s_t_2)
-        convolve_tokens(of, i_d, i_b, T, W, C, ACTIVATED_2)
+        convolve_tokens(of, i_d, i_b, T, W, C, ACTIVATED_2, CHAINED, EARLY)
 
 
 def convolution_step(streams: tuple[Stream, Stream, Stream]) -> tuple[Tensor, ...]:
@@ -105,7 +108,7 @@ def convolution_step(streams: tuple[Stream, Stream, Stream]) -> tuple[Tensor, ..
     batch, tokens, _ = streams[0].x.shape
     outputs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x, *_ in streams]
     values: dict[str, Any] = {"T": tokens, "C": CHANNELS, **chained(), **OPTIONS}
-    values["W"] = streams[0].weight.shape[1]
+    values |= {"W": streams[0].weight.shape[1], "EARLY": read_early(*[x.history for x in streams])}
     for names, (x, weight, history, activated), y in zip(NAMES, streams, outputs, strict=True):
         s_b, s_t, _ = x.stride()
         of_stream = x, weight, history, y, x.shape[2], s_b, s_t, activated

@@ -5,35 +5,51 @@ programs start as the processors become free, read what no kernel of the chain w
 weights, and wait only then for all that was launched before.
 
 A weight that the last launch may have written must not be read early: only a decoder enters a
-chain, whose step begins with other kernels.
+chain, whose step begins with other kernels. Its states may be read early, too, each once: no other
+kernel of the step writes them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 CHAIN: ContextVar[bool] = ContextVar("CHAIN", default=False)
+# Addresses of the states that no kernel of the chain has been given yet.
+UNREAD: ContextVar[set[int] | None] = ContextVar("UNREAD", default=None)
 
 
 @contextmanager
-def chain(device: torch.device) -> Iterator[None]:
+def chain(device: torch.device, states: Iterable[Tensor] = ()) -> Iterator[None]:
     """Launches inside of kernels that can be chained are, where the GPU knows how."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     token = CHAIN.set(able)
+    unread = UNREAD.set({x.data_ptr() for x in states} if able else None)
     try:
         yield
     finally:
         CHAIN.reset(token)
+        UNREAD.reset(unread)
 
 
 def chained() -> dict[str, bool]:
     """Constants of a launch here, and the compiler's option that goes with them."""
     return {"CHAINED": True, "launch_pdl": True} if CHAIN.get() else {"CHAINED": False}
+
+
+def read_early(*states: Tensor) -> bool:
+    """Whether a kernel here may read states, which it overwrites, before it waits: once."""
+    unread = UNREAD.get()
+    places = {state.data_ptr() for state in states}
+    if not unread or not places <= unread:
+        return False
+    unread -= places
+    return True
 
 
 @triton.jit
@@ -51,7 +67,7 @@ def wait_for_last(CHAINED: tl.constexpr):
 
 
 @triton.jit
-def begin(CHAINED: tl.constexpr):
-    """Both, for a kernel that has nothing to read early."""
+def begin(CHAINED: tl.constexpr, EARLY: tl.constexpr = False):
+    """Both, for a kernel that has nothing to read before it waits; EARLY: it waits later."""
     let_next_start(CHAINED)
-    wait_for_last(CHAINED)
+    wait_for_last(CHAINED and not EARLY)

@@ -24,7 +24,7 @@ from torch import Tensor
 from deltarule.ops.delta_rule.gate_maps import Step
 from deltarule.ops.delta_rule.triton.tiles import EPSILON
 from deltarule.ops.fused.gates_triton import softplus
-from deltarule.ops.runtime.chained import begin, chained
+from deltarule.ops.runtime.chained import begin, chained, read_early, wait_for_last
 from deltarule.ops.runtime.launch import Launch
 from deltarule.ops.runtime.places import place_of
 from deltarule.ops.runtime.sizes import power_of_2
@@ -60,14 +60,14 @@ def recurrent_step_kernel(
     DECAY: tl.constexpr, ERASE: tl.constexpr, UNIT_NORM: tl.constexpr, INDEXED: tl.constexpr,
     DECAY_LOGITS: tl.constexpr, BETA_LOGITS: tl.constexpr, KEPT: tl.constexpr,
     SLOTS: tl.constexpr, BELOW: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    CHAINED: tl.constexpr,
+    CHAINED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head of one batch row; s_x_b, s_x_t, s_x_h are strides of x.
 
     SLOTS: slots of a row, one for each token; 0: one for the row. BELOW: any index below
-    null_index is null too.
+    null_index is null too. EARLY: the state is read before what the kernel waits for.
     """
-    begin(CHAINED)
+    begin(CHAINED, EARLY)
     i_v, i_h, i_b = place_of((V + BV - 1) // BV, HV)
     i_b = i_b.to(tl.int64)
     i_key = i_h // (HV // H)
@@ -92,6 +92,7 @@ def recurrent_step_kernel(
     p_s = p_h + slot * s_state_n
     m_s = m_v[:, None] & m_k[None, :]
     b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
+    wait_for_last(EARLY)
     q += row * s_q_b + first * s_q_t + i_key * s_q_h
     k += row * s_k_b + first * N_STEPS * s_k_t + i_key * s_k_h
     v += row * s_v_b + first * N_STEPS * s_v_t + i_h * s_v_h
@@ -166,7 +167,8 @@ def recurrent_step(step: Step) -> Tensor:
     rule = inputs.decay, inputs.erase, inputs.normalize_qk, form, maps.beta_max is not None
     places = indices is not None, states is not None, slots, below
     values = *sizes, *rule, *places, num_warps(state.dtype)
-    kernel = step_launch(inputs.q.device, values, tuple(chained().items()))
+    early = indices is None and cu_seqlens is None and read_early(state)
+    kernel = step_launch(inputs.q.device, values, tuple({**chained(), "EARLY": early}.items()))
     grid = -(-value_size // ROWS) * value_heads * batch, 1, 1
     tensors = *streams, A_log, dt_bias, state, indices, states, o, cu_seqlens, accepted
     numbers = inputs.scale, beta_max, lower_bound, null_index, tokens
