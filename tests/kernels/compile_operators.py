@@ -13,8 +13,9 @@ from ahead import Launch, compiled, recording
 from torch import Tensor
 
 from deltarule.nn.mlp import GatedProducts
-from deltarule.ops.fused.convolution_step_triton import Stream, convolution_step
+from deltarule.ops.fused.convolution_step_triton import Stream, Within, convolution_step
 from deltarule.ops.fused.cross_entropy import cross_entropy
+from deltarule.ops.fused.few_rows_triton import few_rows
 from deltarule.ops.fused.gates import log_decay, write_strength
 from deltarule.ops.fused.likeliest_triton import likeliest
 from deltarule.ops.fused.norms import gated_norm, residual_norm
@@ -202,6 +203,7 @@ CHANNELS, TAPS, OFFSETS = halves(2, 4096, 2048), torch.empty(2048, 4), torch.ten
 ROW, ONE_ROW, VOCAB = halves(5472), halves(2048, 5472), halves(64, 50_000)
 HEADS, GATES = halves(1, 256, 16, 128), halves(1, 4096, 16, 128)
 STREAMS = tuple(Stream(halves(2, 1, 2048), TAPS, halves(2, 3, 2048), True) for _ in "qkv")
+WITHIN = Within((TAPS,) * 3, (halves(64, 3, 2048),) * 3, True)
 OWNER, TARGETS_OF_ROWS = torch.zeros(4096, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)
 FUSED = {
     "conv": run_fused(short_conv, CHANNELS, TAPS, halves(2, 3, 2048), None, None, None, True),
@@ -229,6 +231,14 @@ FUSED = {
     "normed row": run_fused(
         normed_row, halves(16, 192), halves(192), 1e-5, halves(2048, 3072), halves(16, 192),
         "silu", halves(2048), outputs=0,
+    ),
+    "few rows": run_fused(few_rows, halves(32, 5472), ONE_ROW, outputs=0),
+    "few rows, W ahead": run_fused(few_rows, halves(5, 5472), ONE_ROW, outputs=0),
+    "few rows, gated": run_fused(
+        few_rows, halves(64, 2048), ONE_ROW.mT.contiguous(), True, outputs=0
+    ),
+    "few rows, convolved": run_fused(
+        few_rows, halves(64, 2048), halves(9248, 2048), False, WITHIN, outputs=0
     ),
     "likeliest": run_fused(likeliest, VOCAB, outputs=0),
     "decay": run_fused(log_decay, GATES, torch.empty(16), torch.empty(16, 128), True, outputs=2),

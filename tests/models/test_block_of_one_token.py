@@ -4,6 +4,10 @@ import pytest
 import torch
 
 from deltarule import nn
+from deltarule.models.decoder import adjoin_projections
+from deltarule.nn import ModelState, delta_mixer, few_rows, short_conv
+from deltarule.nn.short_conv import within_product
+from deltarule.nn.state import LentState
 from tolerance import relative_rms
 
 
@@ -52,3 +56,27 @@ def test_hooked_and_strange_parts_take_the_usual_way(make_model, monkeypatch):
         handle.remove()
     assert not nn.one_token.is_plain_norm(torch.nn.LayerNorm(3))
     assert not nn.one_token.is_plain_norm(nn.RMSNorm(3, zero_centered=True))
+
+
+def test_a_product_convolves_what_it_makes(device, make_model, monkeypatch):
+    options = {"hidden_size": 256, "num_heads": 2, "head_k_dim": 64, "head_v_dim": 128}
+    model = make_model(layer_types="gated_deltanet", **options).to(device)
+    adjoin_projections(model, tuple(model.parameters()))
+    tokens = torch.randint(257, (3, 10), device=device)
+    with torch.no_grad():
+        _, state = model(tokens[:, :9])
+        wanted, after = model(tokens[:, 9:], state)
+        made = []
+        note = lambda *given: made.append(within_product(*given)) or made[-1]  # noqa: E731
+        monkeypatch.setattr(delta_mixer, "within_product", note)
+        monkeypatch.setattr(short_conv, "why_not_fused", lambda x: None)
+        # Of float32, too, on any device.
+        for module in (few_rows, delta_mixer):
+            monkeypatch.setattr(module, "kernel_rows", lambda x, *_: x.numel() // x.shape[-1])
+        lent = ModelState(LentState(layer.clone()) for layer in state)
+        found, found_after = model(tokens[:, 9:], lent)
+    assert len(made) == len(model.blocks)
+    assert None not in made
+    assert relative_rms(found, wanted) < 2e-6
+    for layer, expected in zip(found_after, after, strict=True):
+        assert all(relative_rms(layer[name], expected[name]) < 2e-6 for name in expected)

@@ -19,7 +19,8 @@ from deltarule.models.config import ModelConfig
 from deltarule.models.convert.layout import shapes_of, stored, written
 from deltarule.models.loss import next_token_loss
 from deltarule.nn import DeltaMixer, Experts, ModelState, SquaredReLU, SwiGLU
-from deltarule.nn.linears import linear, product
+from deltarule.nn.few_rows import product
+from deltarule.nn.linears import linear
 from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 

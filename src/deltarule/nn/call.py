@@ -31,6 +31,8 @@ class LayerCall:
     convolved: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
     # The memory of the gradient by the output gate, beside those by other projections.
     gate_slot: Callable[[Tensor], Tensor] | None = None
+    # Convolutions that the product made which made q, k and v.
+    within: Any = None
     # Whether `recurrent_step` follows, which makes gates of their logits itself.
     decoding: bool = False
     # Who has the last rows of x on their way to another process, and where those of another come.

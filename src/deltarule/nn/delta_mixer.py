@@ -20,15 +20,16 @@ from deltarule.nn import one_token
 from deltarule.nn.call import CONVOLUTIONS, LayerCall
 from deltarule.nn.convolved_products import convolved_products
 from deltarule.nn.feature_maps import QueryKeyMap
+from deltarule.nn.few_rows import as_one, kernel_rows
 from deltarule.nn.gates import float32_parameter, initial_A_log, initial_dt_bias, spread_A_log
 from deltarule.nn.layout import Layout, make_layout, per_step, silence_padding, split
-from deltarule.nn.linears import linear, linears
+from deltarule.nn.linears import linear, linears, plain_weights
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import GatedRMSNorm, GateOnly, gated_norm_product
 from deltarule.nn.options import COMMON, check_divides, check_size_kept
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.rule import Arguments, Projections, Rule, as_it_is
-from deltarule.nn.short_conv import can_step, convolved, step_in_place
+from deltarule.nn.short_conv import can_step, convolved, step_in_place, within_product
 from deltarule.nn.state import DraftedState, FirstState, LentState, State
 from deltarule.ops.few_tokens import decodes
 from deltarule.shapes import Hidden, RecurrentOutput
@@ -202,8 +203,10 @@ class DeltaMixer(Mixer):
                 call.share(modules, max(self.conv_size - 1, 0), self.multipliers)
             elif call.x.requires_grad and self.conv_size and not self.multipliers:
                 convolved = self.convolve_products(call, modules)
+            if call.decoding and not torch.compiler.is_compiling():
+                self.convolve_within(call, modules)
             if not convolved:
-                outputs = linears(call.x, tuple(modules.values()))
+                outputs = linears(call.x, tuple(modules.values()), call.within)
                 projected.update(zip(modules, outputs, strict=True))
         for name, factor in self.multipliers.items():
             projected[name] = projected[name] * factor
@@ -212,7 +215,7 @@ class DeltaMixer(Mixer):
         if isinstance(call.before, DraftedState):
             self.keep_short(call, call.before)
         if self.conv_size:
-            if not convolved:
+            if not convolved and call.within is None:
                 self.convolve(call)
         elif self.activates_projections:
             projected.update({n: F.silu(projected[n]) for n in "qkv" if self.activates(n)})
@@ -287,6 +290,20 @@ class DeltaMixer(Mixer):
             call.gate_slot = partial(found.room.slot, [*joined].index("g"))
         call.keep_convolved(convolutions, found.streams, histories, found.y, found.after)
         return True
+
+    def convolve_within(self, call: LayerCall, modules: dict[str, nn.Module]) -> None:
+        """In a step of a few rows, let the product that makes q, k and v convolve them."""
+        alone = self.conv_size and call.x.shape[1] == 1 and not self.multipliers
+        weights = plain_weights(modules.values())
+        if not alone or type(call.before) is not LentState or len(weights) < len(modules):
+            return
+        if (whole := as_one(weights)) is None or kernel_rows(call.x, whole) < 2:
+            return
+        keys = [f"{name}_conv" for name in "qkv"]
+        histories, own = [call.before[key] for key in keys], [self._modules[key] for key in keys]
+        if (within := within_product(own, histories, call.x)) is not None:
+            call.within = within
+            call.after.update(zip(keys, histories, strict=True))
 
     def convolve(self, call: LayerCall) -> None:
         """Convolve q, k and v; a step overwrites their histories, where one kernel does all."""

@@ -5,7 +5,7 @@ y_i = x W_i^T        dx = sum_i dy_i W_i        dW_i = dy_i^T x
 Autograd alone would write each dy_i W_i and then add them: three passes over dx for each.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from deltarule.nn.few_rows import as_one, product, several
 from deltarule.ops.dispatch import are_plain_eager, without_autocast
-from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.ops.operators import direct
 from deltarule.ops.sequences import computed
 
@@ -27,8 +27,13 @@ SMALL, EVEN = 2**21, 8
 MOVES = [0]
 
 
-def linears(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """Apply each module to x [..., I]: [..., O] for each."""
+def linears(x: Tensor, modules: Sequence[nn.Module], within: Any = None) -> tuple[Tensor, ...]:
+    """Apply each module to x [..., I]: [..., O] for each.
+
+    within: Convolutions of the first three; then weights lie together, and rows are few.
+    """
+    if within is not None:
+        return in_one_product(x, plain_weights(modules), within)
     if x.is_cuda and not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
             return by_weights(x, modules, in_one_product)
@@ -68,26 +73,13 @@ def adjoin(modules: Sequence[nn.Module]) -> None:
     MOVES[0] += 1
 
 
-def as_one(weights: Sequence[Tensor]) -> Tensor | None:
-    """The matrix [sum of O, I] that weights laid end to end are; None where they are not."""
-    place, rows = weights[0].data_ptr(), 0
-    for weight in weights:
-        if weight.data_ptr() != place or not weight.is_contiguous():
-            return None
-        place += weight.nbytes
-        rows += weight.shape[0]
-    if weights[0].untyped_storage().data_ptr() != weights[-1].untyped_storage().data_ptr():
-        return None
-    channels = weights[0].shape[1]
-    return weights[0].as_strided((rows, channels), (channels, 1))
-
-
-def in_one_product(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def in_one_product(x: Tensor, weights: Sequence[Tensor], within: Any = None) -> tuple[Tensor, ...]:
     """Products without gradients: one, with weights that `adjoin` has laid together."""
     whole = as_one(weights) if len(weights) > 1 else None
     if whole is None:
-        return [product(x, weight) for weight in weights]
-    return product(x, whole).split_with_sizes([weight.shape[0] for weight in weights], dim=-1)
+        return tuple([product(x, weight) for weight in weights])
+    y = product(x, whole) if within is None else several(x, whole, within=within)
+    return y.split_with_sizes([weight.shape[0] for weight in weights], dim=-1)
 
 
 def linear(x: Tensor, module: nn.Module) -> Tensor:
@@ -98,30 +90,6 @@ def linear(x: Tensor, module: nn.Module) -> Tensor:
         return y
     # A call of the module would take Python as long as the product takes a processor.
     return F.linear(x, weight) if torch.is_grad_enabled() or not x.is_cuda else product(x, weight)
-
-
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T, [..., O] of x [..., I] and W [O, I].
-
-    Without gradients, one row on a GPU takes a kernel of its own: those of one token of 1.5 B
-    parameters take 0.89 ms in a chain of kernels, with cuBLAS 1.06. For two rows cuBLAS is faster.
-    """
-    if torch.compiler.is_compiling() or not is_one_row(x, weight):
-        return F.linear(x, weight)
-    # Triton is an extra, imported where it runs.
-    from deltarule.ops.fused.one_row_triton import one_row
-
-    return one_row(x.view(-1), weight).view(*x.shape[:-1], -1)
-
-
-def is_one_row(x: Tensor, *weights: Tensor) -> bool:
-    """Whether the kernel of one row multiplies x [..., I] without gradients with these weights."""
-    if not x.is_cuda or x.numel() != x.shape[-1] or not x.numel() or torch.is_grad_enabled():
-        return False
-    alike = all(x.dtype == weight.dtype and weight.is_contiguous() for weight in weights)
-    if not alike or not x.is_contiguous() or torch.is_autocast_enabled("cuda"):
-        return False
-    return why_not_fused(x) is None and are_plain_eager((x, *weights))
 
 
 def together(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -159,7 +127,7 @@ def weight_of(module: nn.Module) -> Tensor | None:
     return own.get("weight") if own.get("bias") is None else None
 
 
-def plain_weights(modules: Sequence[nn.Module]) -> list[Tensor]:
+def plain_weights(modules: Iterable[nn.Module]) -> list[Tensor]:
     """The weights of those modules that are such products."""
     return [weight for module in modules if (weight := weight_of(module)) is not None]
 

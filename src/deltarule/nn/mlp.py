@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from deltarule.nn.linears import in_one_node, linear, linears, products_back, products_of
+from deltarule.nn import few_rows
+from deltarule.nn.linears import (
+    in_one_node,
+    linear,
+    linears,
+    plain_weights,
+    products_back,
+    products_of,
+)
 from deltarule.ops.dispatch import without_autocast
 from deltarule.ops.fused import swiglu as fused
 from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
@@ -59,6 +67,11 @@ def swiglu(x: Tensor, modules: Sequence[nn.Module], factor: float = 1.0) -> Tens
     if given is not None and why_not_fused(x) is None:
         y: Tensor = direct(GatedProducts)(*given, factor)
         return y
+    eager = x.is_cuda and not (torch.compiler.is_compiling() or torch.is_grad_enabled())
+    if eager and factor == 1:
+        h = few_rows.gated_product(x, plain_weights(modules[:2]))
+        if h is not None:
+            return linear(h, modules[2])
     gate, up = linears(x, modules[:2])
     return linear(gated_product(gate if factor == 1 else gate * factor, up), modules[2])
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.linears import as_one, is_hooked, is_one_row, plain_weights
+from deltarule.nn.few_rows import as_one, kernel_rows
+from deltarule.nn.linears import is_hooked, plain_weights
 from deltarule.nn.mlp import SwiGLU
 from deltarule.nn.norm import GatedRMSNorm, RMSNorm
 from deltarule.ops.dispatch import is_plain_eager
@@ -31,7 +32,7 @@ def fits(
     if not is_plain_eager() or is_hooked(whole) or not all(map(is_plain_norm, norms)):
         return False
     weights = plain_weights(products)
-    return len(weights) == len(products) and is_one_row(x, *weights)
+    return len(weights) == len(products) and kernel_rows(x, *weights) == 1
 
 
 def is_plain_norm(module: nn.Module) -> bool:

@@ -16,6 +16,8 @@ from deltarule.ops.dispatch import are_plain_eager
 from deltarule.ops.fused import short_conv as fused
 from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
 
+# Of as many outputs, or of a part of them, each program of a product has those of one stream.
+OUTPUTS = 128
 # Tokens whose products stay in a cache until they are summed.
 PART = 128
 
@@ -229,6 +231,19 @@ def can_step(
     rows = all(x.dtype == h.dtype and x.stride(-1) == 1 for x, h in pairs)
     whole = all(x.is_contiguous() for x in (*weights, *histories))
     return rows and whole and len(taps) == 1 < min(taps)
+
+
+def within_product(modules: Sequence[Any], histories: Sequence[Tensor], x: Tensor) -> Any:
+    """Convolutions for the product that makes q, k and v of x [B, 1, I] itself, or None."""
+    even = all(len(module.weight) % OUTPUTS == 0 for module in modules)
+    if not even or len({module.activated for module in modules}) > 1:
+        return None
+    if not can_step(modules, [x] * len(modules), histories):
+        return None
+    from deltarule.ops.fused.convolution_step_triton import Within
+
+    weights = tuple(module.weight for module in modules)
+    return Within(weights, tuple(histories), modules[0].activated)
 
 
 def step_in_place(

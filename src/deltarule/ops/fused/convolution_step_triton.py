@@ -44,6 +44,19 @@ class Stream(NamedTuple):
     activated: bool
 
 
+class Within(NamedTuple):
+    """Convolutions of one token of each row within the product that makes q, k and v, in order.
+
+    weights: [D, W] of each.
+    histories: [N, R, D] of each in x's dtype. They are overwritten.
+    activated: Whether SiLU follows.
+    """
+
+    weights: tuple[Tensor, ...]
+    histories: tuple[Tensor, ...]
+    activated: bool
+
+
 # What is given of a stream, with the steps of its rows and tokens.
 Given = namedtuple("Given", "x weight history y D s_b s_t")
 
@@ -77,6 +90,55 @@ def convolve_tokens(
     for r in tl.static_range(W - 1):
         b_h = window[r].to(of.history.dtype.element_ty)
         tl.store(p_h + whole.history_row(n, r, of.D, W), b_h, mask=m_d[None, :])
+
+
+@triton.jit
+def seen_before(o_o, o_n, m, first, taps, histories, sizes, W: tl.constexpr):
+    """Of outputs [1, BO] from `first` on, all of one stream, and rows [BN, 1]: history and taps.
+
+    With the place of its oldest row, the length of a row, and the outputs that have one.
+    """
+    p_w, p_h, start, D = taps[0], histories[0], 0, sizes[0]
+    if first >= sizes[0] + sizes[1]:
+        p_w, p_h, start, D = taps[2], histories[2], sizes[0] + sizes[1], sizes[2]
+    elif first >= sizes[0]:
+        p_w, p_h, start, D = taps[1], histories[1], sizes[0], sizes[1]
+    o_d = o_o - start
+    m_d = o_d < D
+    p_h += o_n.to(tl.int64) * ((W - 1) * D) + o_d
+    window, weights = (), ()
+    for r in tl.static_range(W - 1):
+        window = window + (tl.load(p_h + r * D, mask=m & m_d, other=0.0).to(tl.float32),)
+    for j in tl.static_range(W):
+        weights = weights + (tl.load(p_w + o_d * W + j, mask=m_d, other=0.0).to(tl.float32),)
+    return window, weights, p_h, D, m_d
+
+
+@triton.jit
+def convolve_within(b_x, before, m, W: tl.constexpr, ACTIVATED: tl.constexpr):
+    """Outputs [BN, BO], convolved after what was `seen_before`; the histories are overwritten."""
+    window, weights, p_h, D, m_d = before
+    seen = window + (b_x.to(p_h.dtype.element_ty).to(tl.float32),)
+    b_y = short_conv_triton.finish(short_conv_triton.convolve(seen, weights, W), ACTIVATED)
+    for r in tl.static_range(W - 1):
+        tl.store(p_h + r * D, seen[r + 1].to(p_h.dtype.element_ty), mask=m & m_d)
+    return tl.where(m_d, b_y, b_x)
+
+
+def values_of(within: Within | None) -> dict[str, Any]:
+    """What a kernel of products is given of them."""
+    given = [(None, None)] * 3 if within is None else zip(*within[:2], strict=True)
+    values: dict[str, Any] = {"W": 0, "EARLY": False, "ACTIVATED": False}
+    for i, (weight, history) in enumerate(given):
+        values |= {
+            f"w_{i}": weight,
+            f"h_{i}": history,
+            f"D_{i}": 0 if weight is None else len(weight),
+        }
+    if within is not None:
+        early, taps = read_early(*within.histories), within.weights[0].shape[1]
+        values |= {"W": taps, "EARLY": early, "ACTIVATED": within.activated}
+    return values
 
 
 @triton.jit

@@ -20,6 +20,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 CHAIN: ContextVar[bool] = ContextVar("CHAIN", default=False)
+# Of each chain so many zeros, in which its kernels count one after the other; they leave zeros.
+COUNTERS: ContextVar[Tensor | None] = ContextVar("COUNTERS", default=None)
+COUNTED = 256
 # Addresses of the states that no kernel of the chain has been given yet.
 UNREAD: ContextVar[set[int] | None] = ContextVar("UNREAD", default=None)
 
@@ -28,18 +31,25 @@ UNREAD: ContextVar[set[int] | None] = ContextVar("UNREAD", default=None)
 def chain(device: torch.device, states: Iterable[Tensor] = ()) -> Iterator[None]:
     """Launches inside of kernels that can be chained are, where the GPU knows how."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    token = CHAIN.set(able)
+    tokens = CHAIN.set(able), COUNTERS.set(counters(device) if able else None)
     unread = UNREAD.set({x.data_ptr() for x in states} if able else None)
     try:
         yield
     finally:
-        CHAIN.reset(token)
+        CHAIN.reset(tokens[0])
+        COUNTERS.reset(tokens[1])
         UNREAD.reset(unread)
 
 
 def chained() -> dict[str, bool]:
     """Constants of a launch here, and the compiler's option that goes with them."""
     return {"CHAINED": True, "launch_pdl": True} if CHAIN.get() else {"CHAINED": False}
+
+
+def counters(device: torch.device) -> Tensor:
+    """Zeros for one kernel to count in: those of the chain, or new ones."""
+    own = COUNTERS.get()
+    return torch.zeros(COUNTED, dtype=torch.int32, device=device) if own is None else own
 
 
 def read_early(*states: Tensor) -> bool:
