@@ -5,7 +5,8 @@ the node that reads the gate, all others by this one. Laid together afterwards, 
 and written once more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from deltarule.nn.call import CONVOLUTIONS, LayerCall
 from deltarule.nn.layout import Layout
-from deltarule.nn.linears import EVEN, SMALL, in_one_node, products_back, products_of
+from deltarule.nn.linears import EVEN, SMALL, in_one_node, linear, products_back, products_of
 from deltarule.nn.short_conv import is_fused, packing
 from deltarule.ops.dispatch import are_plain_eager, without_autocast
 from deltarule.ops.fused import short_conv as fused
@@ -90,6 +92,27 @@ def convolved_products(
     numbers = found, len(modules), activated
     y = direct(ConvolvedProducts)(*numbers, *given, *weights, *before, *packing(layout))
     return found._replace(y=y[:3], others=y[3:-3], after=list(y[-3:]))
+
+
+def convolve_products(
+    call: LayerCall, modules: Mapping[str, nn.Module], parts: Mapping[str, Any]
+) -> bool:
+    """Apply a layer's modules to x and convolve q, k and v in one node, if that is all they are."""
+    convolutions = [parts[key] for key in CONVOLUTIONS]
+    histories: list[Any] = [call.before.get(key) for key in CONVOLUTIONS]
+    joined = {name: x for name, x in modules.items() if type(x) is nn.Linear}
+    if [*joined][:3] != [*"qkv"]:
+        return False
+    of_all = tuple(joined.values()), convolutions, histories, call.layout
+    if (found := convolved_products(call.x, *of_all)) is None:
+        return False
+    others = {name: module for name, module in modules.items() if name not in joined}
+    call.projected.update({name: linear(call.x, module) for name, module in others.items()})
+    call.projected.update(zip([*joined][3:], found.others, strict=True))
+    if "g" in joined:
+        call.gate_slot = partial(found.room.slot, [*joined].index("g"))
+    call.keep_convolved(convolutions, found.streams, histories, found.y, found.after)
+    return True
 
 
 class ConvolvedProducts(torch.autograd.Function):

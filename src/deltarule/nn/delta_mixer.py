@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from deltarule import ops
 from deltarule.nn import one_token
 from deltarule.nn.call import CONVOLUTIONS, LayerCall
-from deltarule.nn.convolved_products import convolved_products
+from deltarule.nn.convolved_products import convolve_products
 from deltarule.nn.feature_maps import QueryKeyMap
 from deltarule.nn.few_rows import as_one, kernel_rows
 from deltarule.nn.gates import float32_parameter, initial_A_log, initial_dt_bias, spread_A_log
@@ -202,7 +202,7 @@ class DeltaMixer(Mixer):
             if call.layout.context is not None:
                 call.share(modules, max(self.conv_size - 1, 0), self.multipliers)
             elif call.x.requires_grad and self.conv_size and not self.multipliers:
-                convolved = self.convolve_products(call, modules)
+                convolved = convolve_products(call, modules, self._modules)
             if call.decoding and not torch.compiler.is_compiling():
                 self.convolve_within(call, modules)
             if not convolved:
@@ -272,24 +272,6 @@ class DeltaMixer(Mixer):
         if "length" in drafted:
             ordinal = torch.arange(1, tokens + 1, device=call.x.device)
             drafted.kept["length"] = drafted["length"][:, None] + ordinal
-
-    def convolve_products(self, call: LayerCall, modules: dict[str, nn.Module]) -> bool:
-        """Apply modules to x and convolve q, k and v in one node of autograd, if that is all."""
-        convolutions: list[Any] = [self._modules[key] for key in CONVOLUTIONS]
-        histories: list[Any] = [call.before.get(key) for key in CONVOLUTIONS]
-        joined = {name: x for name, x in modules.items() if type(x) is nn.Linear}
-        if [*joined][:3] != [*"qkv"]:
-            return False
-        of_all = tuple(joined.values()), convolutions, histories, call.layout
-        if (found := convolved_products(call.x, *of_all)) is None:
-            return False
-        others = {name: module for name, module in modules.items() if name not in joined}
-        call.projected.update({name: linear(call.x, module) for name, module in others.items()})
-        call.projected.update(zip([*joined][3:], found.others, strict=True))
-        if "g" in joined:
-            call.gate_slot = partial(found.room.slot, [*joined].index("g"))
-        call.keep_convolved(convolutions, found.streams, histories, found.y, found.after)
-        return True
 
     def convolve_within(self, call: LayerCall, modules: dict[str, nn.Module]) -> None:
         """In a step of a few rows, let the product that makes q, k and v convolve them."""

@@ -119,7 +119,7 @@ def convolve_within(b_x, before, m, W: tl.constexpr, ACTIVATED: tl.constexpr):
     """Outputs [BN, BO], convolved after what was `seen_before`; the histories are overwritten."""
     window, weights, p_h, D, m_d = before
     seen = window + (b_x.to(p_h.dtype.element_ty).to(tl.float32),)
-    b_y = short_conv_triton.finish(short_conv_triton.convolve(seen, weights, W), ACTIVATED)
+    b_y = whole.finish(whole.convolve(seen, weights, W), ACTIVATED)
     for r in tl.static_range(W - 1):
         tl.store(p_h + r * D, seen[r + 1].to(p_h.dtype.element_ty), mask=m & m_d)
     return tl.where(m_d, b_y, b_x)
