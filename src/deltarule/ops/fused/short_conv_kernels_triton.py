@@ -257,8 +257,7 @@ def short_conv_backward_kernel(
     D_2, s_b_2, s_t_2, s_dy_b_2, s_dy_t_2, s_dx_b_2, s_dx_t_2,
     cu_seqlens, sequence, counts, T, N,
     W: tl.constexpr, C: tl.constexpr, BG: tl.constexpr, RUN: tl.constexpr, AT_ONCE: tl.constexpr,
-    PACKED: tl.constexpr, PADDED: tl.constexpr, ACTIVATED: tl.constexpr,
-    FINAL: tl.constexpr,
+    PACKED: tl.constexpr, PADDED: tl.constexpr, ACTIVATED: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     """dx of BG runs, and their part of d weight: each dz is given to the tokens that it saw."""
     i_t, i_b = tl.program_id(0), tl.program_id(2)
@@ -295,11 +294,11 @@ def short_conv_backward_kernel(
     t = begin
     for _ in range(0, RUN, AT_ONCE):
         b_x, b_dy = next_x, next_dy
-        # Before the stores, which no later load may pass.
-        p_x += AT_ONCE * s_t
-        p_dy += AT_ONCE * s_dy_t
-        next_x = load_tokens(p_x, s_t, t + AT_ONCE, T, m_d, AT_ONCE)
-        next_dy = load_tokens(p_dy, s_dy_t, t + AT_ONCE, T, m_d, AT_ONCE)
+        p_x, p_dy = p_x + AT_ONCE * s_t, p_dy + AT_ONCE * s_dy_t
+        # Before the stores, which no later load may pass; packed, there are no registers for them.
+        if not PACKED:
+            next_x = load_tokens(p_x, s_t, t + AT_ONCE, T, m_d, AT_ONCE)
+            next_dy = load_tokens(p_dy, s_dy_t, t + AT_ONCE, T, m_d, AT_ONCE)
         for j in tl.static_range(AT_ONCE):
             if PACKED or FINAL:
                 n, position, count = place(
@@ -319,6 +318,9 @@ def short_conv_backward_kernel(
             window, pending = later(seen, W), later(given, W)
             p_dx += s_dx_t
             t += 1
+        if PACKED:
+            next_x = load_tokens(p_x, s_t, t, T, m_d, AT_ONCE)
+            next_dy = load_tokens(p_dy, s_dy_t, t, T, m_d, AT_ONCE)
     # The tokens past the run that saw its last ones are of the next one's sum.
     for j in tl.static_range(W - 1):
         if PACKED or FINAL:
