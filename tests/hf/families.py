@@ -7,6 +7,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from deltarule.hf.call import CACHE
+
 VOCABULARY = 128
 COMMON = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -148,6 +150,14 @@ OTHERS = {
         without=ATTENTION_FREE,
     ),
 }  # fmt: skip
+# Of transformers since 5.24.
+if hasattr(transformers, "LaraMiniConfig"):
+    FAMILIES["lara_mini"] = Family(
+        "LaraMiniConfig",
+        GATED_DELTANET | EXPERTS
+        | {"num_experts": 4, "shared_expert_intermediate_size": 32, "layer_types": HYBRID},
+        without=("intermediate_size",),
+    )  # fmt: skip
 MULTIMODAL = Family("Qwen3_5Config", GATED_DELTANET, vision=VISION)
 
 
@@ -189,8 +199,13 @@ def tokens(*shape: int) -> Tensor:
 
 
 def cache_name(model: nn.Module) -> str:
-    """What the model calls its cache."""
-    return "cache_params" if "mamba" in model.config.model_type else "past_key_values"
+    """What the model calls its cache; since transformers 5.24 all say the same."""
+    return CACHE if CACHE == "cache" or takes_positions(model) else "cache_params"
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Whether a step is given its tokens' positions."""
+    return "mamba" not in model.config.model_type
 
 
 def logits(model: nn.Module, ids: Tensor, **options: object) -> Tensor:

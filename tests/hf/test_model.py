@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
 
 from deltarule.hf import DeltaruleConfig, DeltaruleForCausalLM, StateCache, byte_tokenizer, wrap
+from deltarule.hf.call import CACHE
 from deltarule.models import CausalLM, CheckpointError, ModelConfig
 from hf.families import error
 from hf.own_models import HYBRID, LAYERS, bytes_like, make
@@ -48,7 +49,7 @@ def test_padding_on_either_side_is_nothing(model):
     assert torch.equal(padded, model.generate(ids[:1, 7:], **GREEDY)[0, 13:])
     mask = mask.flip(1)
     with torch.no_grad():
-        cache = model(ids, attention_mask=mask).past_key_values
+        cache = model(ids, attention_mask=mask)[CACHE]
         longer = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
         ours = model(following, attention_mask=longer, past_key_values=cache).logits[0, -1]
         alone = model(torch.cat([ids[:1, :13], following[:1]], 1)).logits[0, -1]
@@ -120,7 +121,7 @@ def test_packed_documents_stay_apart(model, form):
     alone = torch.cat([model(document[None]).logits for document in documents], 1)
     out = model(**batch)
     assert error(out.logits, alone) < 5e-6
-    assert out.past_key_values is None
+    assert getattr(out, CACHE) is None
     losses = [
         model(document[None], labels=document[None]).loss
         for document in documents
@@ -139,7 +140,7 @@ def test_documents_in_several_rows():
     alone = torch.cat([torch.cat([model(part).logits for part in row], 1) for row in parts])
     assert error(model(ids, position_ids=places, use_cache=False).logits, alone) < 5e-6
     with pytest.raises(ValueError, match="past_key_values"):
-        model(ids, seq_idx=places, past_key_values=model(ids).past_key_values)
+        model(ids, seq_idx=places, past_key_values=model(ids)[CACHE])
 
 
 def test_one_folder_for_both_worlds(model, tmp_path):

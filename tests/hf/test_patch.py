@@ -15,7 +15,18 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from deltarule import BetaLogits, DecayLogits, hf, recurrent_step
 from deltarule.hf import patch, recurrence
-from hf.families import FAMILIES, MULTIMODAL, VOCABULARY, error, logits, make, tiny, tokens
+from deltarule.hf.call import CACHE
+from hf.families import (
+    FAMILIES,
+    MULTIMODAL,
+    VOCABULARY,
+    cache_name,
+    error,
+    logits,
+    make,
+    tiny,
+    tokens,
+)
 
 
 def in_one_row(documents):
@@ -91,7 +102,7 @@ def test_documents_of_a_multimodal_wrapper():
 def test_the_last_document_goes_on(name):
     model, documents = tiny(name), [tokens(n) for n in (5, 9, 6)]
     ids, places = in_one_row(documents)
-    key = "past_key_values" if name == "qwen3_5" else "cache_params"
+    key = cache_name(model)
     layers = [i for i, kind in enumerate(model.config.layer_types) if kind == "linear_attention"]
     with patch(model), torch.no_grad():
         packed = model(ids, position_ids=places, use_cache=True)[key]
@@ -151,7 +162,8 @@ def test_packing_under_peft():
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "minimax"])
 def test_packed_documents_cannot_go_on_from_a_cache(name):
-    model, key = tiny(name), "cache_params" if name == "mamba2" else "past_key_values"
+    model = tiny(name)
+    key = cache_name(model)
     with patch(model), torch.no_grad():
         cache = model(tokens(1, 8), use_cache=True)[key]
         with pytest.raises(ValueError, match=key):
@@ -186,7 +198,7 @@ def test_a_step_with_a_gradient(name):
     Norms in float32 leave three digits to a difference quotient.
     """
     model, ids = tiny(name).double(), tokens(1, 6)
-    key = "cache_params" if name == "mamba2" else "past_key_values"
+    key = cache_name(model)
     places = {} if name == "mamba2" else {"position_ids": torch.tensor([[5]])}
     weight = next(p for n, p in model.named_parameters() if "in_proj" in n)
     direction = torch.randn_like(weight)
@@ -227,9 +239,9 @@ def test_several_tokens_continue_the_prompt(name):
     model, ids = tiny(name), tokens(2, 40)
     with patch(model), torch.no_grad():
         whole = logits(model, ids)
-        cache = model(ids[:, :30], use_cache=True).past_key_values
+        cache = model(ids[:, :30], use_cache=True)[CACHE]
         places = torch.arange(30, 40).expand(2, -1)
-        found = model(ids[:, 30:], past_key_values=cache, position_ids=places).logits
+        found = model(ids[:, 30:], **{CACHE: cache}, position_ids=places).logits
     assert error(found, whole[:, 30:]) < 1e-5
 
 

@@ -5,7 +5,8 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from deltarule.hf import patch
-from hf.families import FAMILIES, cache_name, error, logits, tiny, tokens
+from deltarule.hf.call import CACHE
+from hf.families import FAMILIES, cache_name, error, logits, takes_positions, tiny, tokens
 
 LENGTHS = (13, 1, 40, 16)
 RECURRENT = {"layer_types": ["linear_attention"] * 4}
@@ -57,7 +58,7 @@ def test_steps_continue_the_prompt(model):
         out = model(ids[:, :30], use_cache=True)
         parts = [out.logits]
         for t in range(30, 40):
-            places = {} if key == "cache_params" else {"position_ids": torch.full((2, 1), t)}
+            places = {} if not takes_positions(model) else {"position_ids": torch.full((2, 1), t)}
             out = model(ids[:, t : t + 1], use_cache=True, **{key: out[key]}, **places)
             parts.append(out.logits)
     assert error(torch.cat(parts, 1), whole) < 1e-5
@@ -105,7 +106,7 @@ def test_padding_on_the_right_is_not_in_the_state(name):
     key, lengths = cache_name(model), torch.tensor([23, 40])
     ids, following = tokens(2, 40), tokens(2, 1)
     mask = (torch.arange(40) < lengths[:, None]).long()
-    places = {} if key == "cache_params" else {"position_ids": lengths[:, None]}
+    places = {} if not takes_positions(model) else {"position_ids": lengths[:, None]}
     with patch(model), torch.no_grad():
         out = model(ids, attention_mask=mask, use_cache=True)
         longer = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
@@ -113,7 +114,7 @@ def test_padding_on_the_right_is_not_in_the_state(name):
         for row, length in enumerate(lengths):
             history = torch.cat([ids[row, :length], following[row]])[None]
             out = model(history[:, :-1], use_cache=True)
-            places = {} if key == "cache_params" else {"position_ids": length.view(1, 1)}
+            places = {} if not takes_positions(model) else {"position_ids": length.view(1, 1)}
             alone = model(history[:, -1:], **{key: out[key]}, **places).logits
             assert error(padded[row], alone[0]) < 1e-5
 
@@ -123,8 +124,8 @@ def test_states_after_padding_on_the_right():
     model, ids = tiny("glm5_next"), tokens(2, 40)
     mask = (torch.arange(40) < torch.tensor([[23], [40]])).long()
     with patch(model), torch.no_grad():
-        padded = model(ids, attention_mask=mask, use_cache=True).past_key_values
-        alone = model(ids[:1, :23], use_cache=True).past_key_values
+        padded = model(ids, attention_mask=mask, use_cache=True)[CACHE]
+        alone = model(ids[:1, :23], use_cache=True)[CACHE]
     for ours, theirs in zip(padded.layers[:3], alone.layers[:3], strict=True):
         assert error(ours.recurrent_states[0][0], theirs.recurrent_states[0][0]) < 1e-5
         assert error(ours.conv_states[0][0], theirs.conv_states[0][0]) < 1e-5

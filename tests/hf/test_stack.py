@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from deltarule.hf import patch
+from deltarule.hf.call import CACHE
 from hf.families import error, tiny
 from hf.own_models import bytes_like, make
 
@@ -125,7 +126,7 @@ def test_int8_weights_of_torchao():
         quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
         whole = model(ids).logits
         first = model(ids[:, :20], use_cache=True)
-        rest = model(ids[:, 20:], past_key_values=first.past_key_values)
+        rest = model(ids[:, 20:], **{CACHE: first[CACHE]})
     assert error(whole, before) < 0.05
     assert error(torch.cat([first.logits, rest.logits], 1), whole) < 1e-5
     assert model.generate(ids[:1, :5], max_new_tokens=3).shape[1] == 8

@@ -4,12 +4,28 @@ Half of transformers' layers never see the offsets of packed documents, and none
 mask on. A thread has one such note at a time, since a layer calls its functions itself.
 """
 
+import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+# What arguments of transformers are called that hold a cache: the first since 5.24.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+# What the cache of an output is called here, and of a call of a model of text.
+CACHE = next(
+    name
+    for name in CACHE_NAMES
+    if name in {f.name for f in dataclasses.fields(CausalLMOutputWithPast)}
+)
+
+
+def cache_of(given: Mapping[str, Any]) -> Any:
+    """The cache among arguments, or None."""
+    return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
 
 
 class Note(threading.local):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from deltarule.hf.call import NOTE, call_packed
+from deltarule.hf.call import CACHE_NAMES, NOTE, cache_of, call_packed
 from deltarule.hf.recurrence import AFRESH
 
 # Where transformers keeps the function that checkpoints a layer.
@@ -73,8 +73,7 @@ def find_documents(given: Mapping[str, Any]) -> Tensor | None:
     if (numbers := given.get("seq_idx")) is not None:
         return offsets(numbers.diff(dim=-1) != 0)
     positions = given.get("position_ids")
-    caches = (given.get("past_key_values"), given.get("cache_params"))
-    if positions is None or given.get("attention_mask") is not None or caches != (None, None):
+    if positions is None or given.get("attention_mask") is not None or cache_of(given) is not None:
         return None
     if positions.ndim == 3:
         # Multimodal positions: of four rows the first counts the text.
@@ -110,7 +109,8 @@ def with_documents(create: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if NOTE.cu_seqlens is not None and kwargs.get("attention_mask") is None:
             rows = kwargs["inputs_embeds"].shape[:2]
-            kwargs |= {"past_key_values": None, "position_ids": positions(NOTE.cu_seqlens, *rows)}
+            kwargs |= {name: None for name in CACHE_NAMES if name in kwargs}
+            kwargs["position_ids"] = positions(NOTE.cu_seqlens, *rows)
         return create(*args, **kwargs)
 
     return call
@@ -160,7 +160,9 @@ def hook_padding(layers: list[nn.Module]) -> list[RemovableHandle]:
 
 
 def _enter_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = None if NOTE.cu_seqlens is None else kwargs.get("cache_params")
+    # A layer without a convolution looks at its own state.
+    goes_on = NOTE.cu_seqlens is not None and hasattr(layer, "conv1d")
+    cache = cache_of(kwargs) if goes_on else None
     if cache is not None and cache.get_conv_state(layer.layer_idx, state_idx=0) is not None:
         raise ValueError(AFRESH)
     mask = kwargs.get("attention_mask")
@@ -173,7 +175,7 @@ def _leave_layer(
 ) -> None:
     """Mend the convolution's inputs in the cache, which the layer filled with padding."""
     history, NOTE.real, NOTE.history = NOTE.history, None, None
-    cache = kwargs.get("cache_params")
+    cache = cache_of(kwargs)
     if history is None or cache is None or cache.is_recording_past(layer.layer_idx):
         return
     kept = cache.layers[layer.layer_idx].conv_states[0]

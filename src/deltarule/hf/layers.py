@@ -24,8 +24,10 @@ def lightning_attention(
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
+    cache: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
     """S_t = exp(-slope) S_{t-1} + v_t k_t^T; the layer keeps its projections, norm and gate."""
+    cache = past_key_values if cache is None else cache
     batch, tokens, _ = hidden_states.shape
     qkv = self.act_fn(self.qkv_proj(hidden_states))
     qkv = qkv.view(batch, tokens, self.num_attention_heads, 3 * self.head_dim)
@@ -36,14 +38,14 @@ def lightning_attention(
         (log_decay,) = padding_removed(NOTE.real, log_decay.expand(batch, tokens, -1))
         k, v = padding_removed(NOTE.real, k, v)
     start = None
-    if past_key_values is not None:
+    if cache is not None:
         # A layer that has not run holds an empty list.
-        kept = past_key_values.get_linear_cache(self.layer_idx)
+        kept = cache.get_linear_cache(self.layer_idx)
         start = turned(kept) if isinstance(kept, Tensor) else None
     call = Recurrence(q, k, v, None, log_decay, scale=1.0)
-    o, state = call.run(start, NOTE.cu_seqlens, past_key_values is not None)
-    if past_key_values is not None:
-        past_key_values.set_linear_cache(self.layer_idx, turned(state))
+    o, state = call.run(start, NOTE.cu_seqlens, cache is not None)
+    if cache is not None:
+        cache.set_linear_cache(self.layer_idx, turned(state))
     o = torch.sigmoid(self.output_gate(hidden_states)) * self.norm(o.flatten(-2))
     return self.out_proj(o), turned(state)
 
@@ -55,28 +57,29 @@ def gated_delta_layer(
     cache_params: Any = None,
     attention_mask: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cache: Any = None,
 ) -> Tensor:
     """Gated DeltaNet or KDA; the layer keeps its projections, and norm and gate of its output."""
-    x, start = hidden_states, None
+    x, start, cache = hidden_states, None, cache_params if cache is None else cache
     if attention_mask is not None:
         x = (x * attention_mask.unsqueeze(-1)).to(x.dtype)
-    if cache_params is not None:
-        start = cache_params.get_recurrent_state(self.layer_idx, state_idx=0)
+    if cache is not None:
+        start = cache.get_recurrent_state(self.layer_idx, state_idx=0)
     qkv, gate, b, decay = projections(self, x)
     if hasattr(self, "forget_gate"):
         keys = values = self.qkv_dim, self.head_dim
     else:
         keys, values = (self.key_dim, self.head_k_dim), (self.value_dim, self.head_v_dim)
     channels, sizes = zip(keys, keys, values, strict=True)
-    parts = zip(convolved(self, qkv, channels, cache_params, cu_seq_lens_q), sizes, strict=True)
+    parts = zip(convolved(self, qkv, channels, cache, cu_seq_lens_q), sizes, strict=True)
     q, k, v = (part.unflatten(-1, (-1, size)) for part, size in parts)
     o, state = gated_delta_rule(
         q, k, v, decay, BetaLogits(b, 2.0 if getattr(self, "allow_neg_eigval", False) else 1.0),
-        initial_state=start, output_final_state=cache_params is not None,
+        initial_state=start, output_final_state=cache is not None,
         use_qk_l2norm_in_kernel=True, cu_seq_lens_q=cu_seq_lens_q,
     )  # fmt: skip
-    if cache_params is not None:
-        cache_params.update_recurrent_state(state, self.layer_idx)
+    if cache is not None:
+        cache.update_recurrent_state(state, self.layer_idx)
     qwen = hasattr(self, "norm")
     norm, out = (self.norm, self.out_proj) if qwen else (self.o_norm, self.o_proj)
     return out(norm(o.flatten(0, 2), gate.reshape(-1, sizes[2])).view(*x.shape[:2], -1))

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from deltarule.hf.cache import StateCache
-from deltarule.hf.call import one_row
+from deltarule.hf.call import CACHE, cache_of, one_row
 from deltarule.hf.configuration import DeltaruleConfig
 from deltarule.hf.hooks import find_documents
 from deltarule.hf.recurrence import AFRESH
@@ -78,6 +78,7 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cache: StateCache | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Predict every next token.
 
@@ -101,6 +102,7 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
             output_attentions: Refused if True.
             output_hidden_states: Refused if True.
             return_dict: False gives a tuple.
+            cache: What transformers calls `past_key_values` since 5.24.
 
         Returns:
             Loss (with labels), logits, and the cache.
@@ -112,18 +114,18 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
             raise ValueError("inputs_embeds is not supported: give input_ids")
         if output_attentions or output_hidden_states:
             raise ValueError("output_attentions and output_hidden_states are not supported")
+        cache = past_key_values if cache is None else cache
         documents = find_documents(
             {"input_ids": input_ids, "attention_mask": attention_mask, "seq_idx": seq_idx,
-             "position_ids": position_ids, "past_key_values": past_key_values,
+             "position_ids": position_ids, "cache": cache,
              "cu_seq_lens_q": cu_seq_lens_q}
         )  # fmt: skip
         if documents is None:
             use_cache = not self.training if use_cache is None else use_cache
-            cache = StateCache() if past_key_values is None and use_cache else past_key_values
+            cache = StateCache() if cache is None and use_cache else cache
             x = self._continue(input_ids, attention_mask, cache)
         else:
-            cache = None
-            x = self._packed(input_ids, documents, past_key_values)
+            x, cache = self._packed(input_ids, documents, cache), None
         if isinstance(logits_to_keep, Tensor):
             logits = self.model.logits(x[:, logits_to_keep])
         else:
@@ -134,7 +136,7 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size,
                 num_items_in_batch=num_items_in_batch,
             )  # fmt: skip
-        out = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        out = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
         return out.to_tuple() if return_dict is False else out
 
     def _continue(
@@ -187,10 +189,10 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any
     ) -> None:
-        if model_kwargs.get("past_key_values") is not None:
-            model_kwargs["past_key_values"]._is_user_defined = True
+        if (given := cache_of(model_kwargs)) is not None:
+            given._is_user_defined = True
         elif generation_config.use_cache is not False:
-            cache = model_kwargs["past_key_values"] = StateCache()
+            cache = model_kwargs[CACHE] = StateCache()
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 

@@ -86,18 +86,19 @@ CLASSES: dict[Callable[..., Tensor], str] = {
         BailingHybridRMSNorm BambaRMSNorm FalconH1RMSNorm FalconMambaRMSNorm Glm5NextRMSNorm
         Glm5NextTextRMSNorm GraniteMoeHybridRMSNorm JambaRMSNorm KimiLinearRMSNorm Mamba2RMSNorm
         MambaRMSNorm MiniMaxRMSNorm Zamba2RMSNorm ZambaRMSNorm""",
-    narrow_rms_norm: "NemotronHRMSNorm OlmoHybridRMSNorm",
+    narrow_rms_norm: "LaraMiniRMSNorm NemotronHRMSNorm OlmoHybridRMSNorm",
     zero_centered_norm: "Qwen3NextRMSNorm Qwen3_5MoeRMSNorm Qwen3_5RMSNorm",
     norm_then_gate: """
         BailingHybridRMSNormGated Glm5NextTextRMSNormGated KimiLinearRMSNormGated
+        LaraMiniRMSNormGated
         OlmoHybridRMSNormGated Qwen3NextRMSNormGated Qwen3_5MoeRMSNormGated Qwen3_5RMSNormGated
         Qwen4ExpTextRMSNormGated""",
     gate_then_norm: """
         BambaRMSNormGated GraniteMoeHybridRMSNormGated MambaRMSNormGated NemotronHRMSNormGated
         Zamba2RMSNormGated""",
     gated_mlp: """
-        BailingHybridMLP BambaMLP JambaMLP KimiLinearMLP OlmoHybridMLP Qwen3NextMLP Qwen3_5MLP
-        Qwen3_5MoeMLP Qwen4ExpTextMLP""",
+        BailingHybridMLP BambaMLP JambaMLP KimiLinearMLP LaraMiniMLP OlmoHybridMLP Qwen3NextMLP
+        Qwen3_5MLP Qwen3_5MoeMLP Qwen4ExpTextMLP""",
     scaled_mlp: "FalconH1MLP",
     joined_mlp: "GraniteMoeHybridMLP",
 }

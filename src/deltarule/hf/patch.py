@@ -47,6 +47,7 @@ FORWARDS: dict[str, Function] = {"MiniMaxLightningAttention": lightning_attentio
 # The same, of layers that make gates and call the short convolution, too, and of KDA's gates.
 GATED_LAYERS: dict[str, Function] = dict.fromkeys(
     ("BailingHybridDeltaAttention", "Glm5NextTextLinearAttention", "KimiLinearDeltaAttention",
+     "LaraMiniGatedDeltaNet",
      "OlmoHybridGatedDeltaNet", "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet",
      "Qwen3_5MoeGatedDeltaNet", "Qwen4ExpTextGatedDeltaNet"), gated_delta_layer,
 ) | dict.fromkeys(
@@ -79,7 +80,7 @@ def patch(
         model: A model of transformers, or one that wraps it (PEFT, a pipeline's `model`). Families:
             Qwen3.5, Qwen3-Next, Qwen4-exp, OLMo-hybrid, Kimi Linear, Bailing-hybrid, GLM5-Next,
             Mamba-2, Bamba, Falcon-H1, Granite-4-H, Nemotron-H, Zamba, Zamba-2, Mamba,
-            Falcon-Mamba, Jamba, MiniMax.
+            Falcon-Mamba, Jamba, MiniMax, Lara-mini.
         conv: Whether to replace the short convolution, too. Without it, packed documents reach
             W - 1 tokens into their neighbour and padding on the right stays in its inputs.
         packing: Whether to look for packed documents. From `position_ids` this waits for the GPU
@@ -101,7 +102,7 @@ def patch(
         ...     patched.replaced[0]
         'modeling_mamba2.mamba2_chunk_scan'
 
-    Source: the names and signatures of transformers 5.23.
+    Source: the names and signatures of transformers 5.23 and 5.24.
     """
     return Patch(model, conv=conv, packing=packing, norms=norms)
 
