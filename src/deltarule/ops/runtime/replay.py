@@ -1,15 +1,15 @@
 """The launches of a forward or a backward, written down once and repeated for calls like it.
 
-The second call of a key (dispatch.py) is recorded: which compiled kernels it launches, and whether
-each argument lies in a tensor that it is given, in memory that it allocates, or in a constant of
-its plan. Finding this out is what a launch costs the host. Later calls differ in addresses and in
-the stream alone. They allocate what their kernels write as one piece, the room, except for the
-tensors that they return. A call that computes anything outside of kernels is not recorded.
+The second call of a key (dispatch.py) is recorded, unless it computes outside of kernels: which it
+launches, and whether each argument lies in a tensor that is given, in memory that it allocates, or
+in a constant of its plan. That is what a launch costs the host. Later calls differ in addresses and
+stream alone. They allocate what they return, and in one piece, the room, what else is written.
 """
 
 import math
 from collections.abc import Callable
-from functools import reduce, update_wrapper
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, reduce, update_wrapper
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -59,9 +59,8 @@ class Step(NamedTuple):
 class Recording(NamedTuple):
     """What is made, how much of that is returned, launches and their kernels.
 
-    `made` has one number with the shape of each tensor that is returned and, last, of the room: to
-    allocate what is like another takes no search through arguments. `ready` has launchers and their
-    arguments by all addresses of a call, which tend to come again.
+    `made` has one number with the shape of each tensor that is returned and, last, of the room.
+    `ready` has launchers and their arguments by all addresses of a call, which tend to come again.
     """
 
     made: list[Tensor | None]
@@ -165,12 +164,10 @@ class Tape(TorchDispatchMode):
             return None
         stream = Place(first + len(returned) + (room > 0), 0)
         steps = [self.step(note, places, stream) for note in self.notes]
-        kernels = [kernel.kernel for kernel, *_ in self.notes]
         shapes: list[Any] = [None if x is None else (x.dtype, x.shape) for x in outputs]
         shapes += [(torch.float32, (room // 4,))] if room else []
-        number = self.given[0]
-        made = [x and number.new_empty((), dtype=x[0]).expand(x[1]) for x in shapes]
-        return Recording(made, len(outputs), steps, kernels, {})
+        made = [x and number_of(x[0], self.given[0].device).expand(x[1]) for x in shapes]
+        return Recording(made, len(outputs), steps, [note[0].kernel for note in self.notes], {})
 
     def step(self, note: Note, places: dict[int, Place], stream: Place) -> Step:
         """A launch whose arguments are found by their places."""
@@ -255,11 +252,15 @@ class Recorded:
         return (known, key) if key is not None and isinstance(known, Recording) else None
 
 
-def marks(x: Tensor, value: float) -> bool:
-    """Whether this value marks memory that nothing has been written to yet.
+@cache
+def number_of(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number in memory of no graph: another thread is outside of what this one records."""
+    with ThreadPoolExecutor(1) as aside:
+        return aside.submit(torch.empty, (), dtype=dtype, device=device).result()
 
-    With deterministic algorithms PyTorch fills all new memory with it, that of a replay too.
-    """
+
+def marks(x: Tensor, value: float) -> bool:
+    """Whether deterministic algorithms fill new memory with this value, that of a replay too."""
     if x.is_floating_point():
         return math.isnan(value)
     return value in (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
@@ -273,8 +274,7 @@ def is_all(x: Tensor, made: Tensor) -> bool:
 
 def shares(x: Tensor, other: Tensor) -> bool:
     """Whether x begins in another's memory."""
-    start = other.data_ptr()
-    return start <= x.data_ptr() < start + extent(other)
+    return 0 <= x.data_ptr() - other.data_ptr() < extent(other)
 
 
 def extent(x: Tensor) -> int:
