@@ -19,7 +19,7 @@ from triton.compiler import CompiledKernel
 import deltarule
 from deltarule import delta_rule
 from deltarule.models import CausalLM, ModelConfig
-from deltarule.models.decoder import adjoin_projections
+from deltarule.models.adjoined import adjoin_projections
 from deltarule.ops import dispatch, fused_kernels
 from deltarule.ops.delta_rule.gluon import gradient_stage
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, run_triton

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deltarule import nn
-from deltarule.models.decoder import adjoin_projections
+from deltarule.models.adjoined import adjoin_projections
 from deltarule.nn import ModelState, delta_mixer, few_rows, short_conv
 from deltarule.nn.short_conv import within_product
 from deltarule.nn.state import LentState

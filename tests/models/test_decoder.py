@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from deltarule.models import adjoined
 from deltarule.models import decoder as decoding
 from deltarule.models.decoder import captured, lend, release_graphs
 from deltarule.models.prompts import side_by_side
@@ -81,7 +82,7 @@ def test_a_kept_step_is_taken_again_only_where_it_holds(make_model, on_buffers):
     greedy, drawn = decoding.Sampling(0, None, None), decoding.Sampling(1.0, None, None)
 
     def taken(sampling, prompts):
-        held = decoding.places(tuple(model.parameters()))
+        held = adjoined.places(tuple(model.parameters()))
         given = side_by_side(prompts, None, torch.device("cpu"))
         call = captured(model, held, given, torch.zeros(2), None, sampling, 5)
         with torch.no_grad(), call as decoder:
@@ -98,19 +99,19 @@ def test_a_kept_step_is_taken_again_only_where_it_holds(make_model, on_buffers):
 
 def test_weights_are_laid_side_by_side_only_where_they_have_moved(make_model, monkeypatch):
     model, laid = make_model(layer_types="kda", num_layers=2), []
-    adjoin = decoding.adjoin
+    adjoin = adjoined.adjoin
 
     def noted(modules):
         laid.append(modules)
         adjoin(modules)
 
-    monkeypatch.setattr(decoding, "adjoin", noted)
+    monkeypatch.setattr(adjoined, "adjoin", noted)
     for _ in range(2):
-        decoding.adjoin_projections(model, tuple(model.parameters()))
+        adjoined.adjoin_projections(model, tuple(model.parameters()))
     # A mixer and an MLP in each of the blocks, once.
     assert len(laid) == 4
     model.blocks[1].mlp.gate_proj.weight.data = model.blocks[1].mlp.gate_proj.weight.clone()
-    decoding.adjoin_projections(model, tuple(model.parameters()))
+    adjoined.adjoin_projections(model, tuple(model.parameters()))
     assert len(laid) == 8
     gate, up = (module.weight for module in model.blocks[1].mlp.of_input().values())
     assert up.data_ptr() == gate.data_ptr() + gate.nbytes
@@ -131,3 +132,29 @@ def test_a_lent_cache_takes_one_token_at_a_time(make_model):
     state = lend(model, model(torch.ones(2, 3, dtype=torch.int64))[1], 5)
     with pytest.raises(ValueError, match="one token with a lent cache"):
         model(torch.ones(2, 2, dtype=torch.int64), state)
+
+
+@GPU
+def test_small_memory_of_others_is_not_what_a_graph_counts_in(make_model, random_tokens) -> None:
+    """Products of a few rows, whose inputs are so many that programs share them, count arrivals."""
+    options = {"hidden_size": 512, "num_heads": 4, "num_layers": 2}
+    model = make_model(layer_types="gated_deltanet", **options).cuda().bfloat16()
+    prompts = [random_tokens(9, seed=n).tolist() for n in range(4)]
+    tokens = {"max_new_tokens": 12, "temperature": 0}
+    expected = model.generate(prompts, cuda_graphs=False, **tokens)
+    model.generate(prompts, **tokens)
+    others = [torch.ones(n, dtype=torch.int32, device="cuda") for n in (128, 256) * 2048]
+    assert model.generate(prompts, **tokens) == expected
+    assert all((other == 1).all() for other in others)
+
+
+@GPU
+def test_hooks_see_every_token(make_model, random_tokens) -> None:
+    model = make_model(layer_types="gated_deltanet", num_layers=2).cuda().bfloat16()
+    prompt, seen = [random_tokens(9).tolist()], []
+    for _ in range(3):
+        model.generate(prompt, max_new_tokens=4)
+    hook = model.blocks[0].register_forward_hook(lambda *given: seen.append(1))
+    model.generate(prompt, max_new_tokens=4)
+    hook.remove()
+    assert len(seen) == 4

@@ -8,21 +8,21 @@ every call with as many rows.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from deltarule.models.block import Block
 from deltarule.models.prompts import Prompts, overwrite, row_count, shapes
 from deltarule.models.sampling import chosen
-from deltarule.nn import Attention, DeltaMixer, Experts, ModelState, SwiGLU
-from deltarule.nn.linears import adjoin
+from deltarule.nn import ModelState
 from deltarule.nn.state import DraftedState, LentState
-from deltarule.ops.dispatch import is_plain_eager, triton_missing
+from deltarule.ops.dispatch import triton_missing
 
 if TYPE_CHECKING:
     from deltarule.models.causal_lm import CausalLM
@@ -69,6 +69,8 @@ class Decoder:
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
+        # What kernels of the graph count in.
+        self.counters: Tensor | None = None
         # By the kind of prompts and the room after them; None: they came, but were not captured.
         self.readings: dict[object, Reading | None] = {}
 
@@ -107,7 +109,11 @@ class Decoder:
             with as_written(model):
                 self.begin(model, mine, room)
         if reading is None:
-            graph = record(model, lambda: self.begin(model, mine, room), self.graph)
+            try:
+                graph = record(model, lambda: self.begin(model, mine, room), self.graph)
+            except RuntimeError:
+                # Out of memory, or a module waits for the GPU: this kind is read as it is.
+                graph = None
             reading = Reading(mine, graph)
         self.readings[key] = reading
 
@@ -139,7 +145,7 @@ class Decoder:
                 with chain(self.state):
                     self.advance(model)
         torch.cuda.current_stream(device).wait_stream(side)
-        with chain(self.state):
+        with chain(self.state) as self.counters:
             self.graph = record(model, lambda: self.advance(model))
 
     def step(self, model: "CausalLM") -> Tensor:
@@ -193,14 +199,21 @@ def record(
 
     All that it calls has been compiled before.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph, device = torch.cuda.CUDAGraph(), model.embedding.weight.device
     # Another thread of the process may use the GPU meanwhile.
     options: dict[str, Any] = {"capture_error_mode": "thread_local"}
+    options["stream"] = stream_of_captures(device)
     if beside is not None:
         options["pool"] = beside.pool()
-    with torch.cuda.graph(graph, **options), as_written(model):
+    with torch.cuda.device(device), torch.cuda.graph(graph, **options), as_written(model):
         run()
     return graph
+
+
+@functools.cache
+def stream_of_captures(device: torch.device) -> torch.cuda.Stream:
+    """PyTorch's own is one for all GPUs, on the first that captured; memory is shared on one."""
+    return torch.cuda.Stream(device)
 
 
 def as_written(model: "CausalLM") -> contextlib.AbstractContextManager[object]:
@@ -210,7 +223,7 @@ def as_written(model: "CausalLM") -> contextlib.AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager")
 
 
-def chain(state: ModelState) -> contextlib.AbstractContextManager[None]:
+def chain(state: ModelState) -> contextlib.AbstractContextManager[Tensor | None]:
     """Kernels inside start before the one before them ends, where there are any that can."""
     device = state_device(state)
     if triton_missing(device) is not None:
@@ -235,33 +248,19 @@ def lend(model: "CausalLM", state: ModelState, room: int) -> ModelState:
     )
 
 
-# Where the parameters of each model have been since they were last laid side by side.
-_adjoined: "WeakKeyDictionary[CausalLM, object]" = WeakKeyDictionary()
-
-
-def adjoin_projections(model: "CausalLM", parameters: Sequence[Parameter]) -> object:
-    """Lay the weights that read one input side by side in memory; see `deltarule.nn.linears`.
-
-    Return where the parameters are then.
-    """
-    found = places(parameters)
-    if _adjoined.get(model) == found:
-        return found
-    for module in model.modules():
-        if isinstance(module, DeltaMixer | Attention | SwiGLU):
-            adjoin(tuple(module.of_input().values()))
-    _adjoined[model] = found = places(parameters)
-    return found
-
-
-def places(parameters: Sequence[Parameter]) -> object:
-    return tuple((parameter.data_ptr(), parameter.dtype) for parameter in parameters)
-
-
 # The captured steps of each model, the latest last: what each holds for, and its state's shapes.
-_captured: "WeakKeyDictionary[CausalLM, list[tuple[tuple[object, object], Decoder]]]" = (
-    WeakKeyDictionary()
-)
+Entry = tuple[tuple[object, object], Decoder]
+_captured: "WeakKeyDictionary[CausalLM, list[Entry]]" = WeakKeyDictionary()
+# Held while one is taken or given back.
+_taking = threading.Lock()
+
+
+def take(kept: list[Entry], fits: Callable[[object, object, Decoder], bool]) -> Entry | None:
+    """The first that fits, for the caller alone; None if there is none."""
+    with _taking:
+        places = (place for place, (key, found) in enumerate(kept) if fits(*key, found))
+        place = next(places, None)
+        return None if place is None else kept.pop(place)
 
 
 @contextlib.contextmanager
@@ -275,24 +274,26 @@ def captured(
     """
     kept, kind = _captured.setdefault(model, []), held_for(held, sampling, draft)
     room = room_for(model, tokens)
-    reads = [key[0] == kind and (prompts.kind, room) in other.readings for key, other in kept]
-    if any(reads):
-        key, decoder = kept.pop(reads.index(True))
+    reading = prompts.kind, room
+    found = take(kept, lambda other, _, known: other == kind and reading in known.readings)
+    if found is not None:
+        key, decoder = found
         decoder.read(model, prompts, room, draws, seen)
     else:
         with as_written(model):
             logits, state = prompts.read(model)
         first, state = chosen(logits, draws, *sampling, seen), lend(model, state, room)
         key = kind, shapes(state)
-        alike = [place for place, (other, _) in enumerate(kept) if other == key]
-        decoder = kept.pop(alike[0])[1] if alike else new_decoder(model, state, sampling, draft)
+        found = take(kept, lambda *other: other[:2] == key)
+        decoder = new_decoder(model, state, sampling, draft) if found is None else found[1]
         decoder.start(state, first, seen)
         decoder.note(prompts, room)
     try:
         yield decoder
     finally:
-        kept.append((key, decoder))
-        del kept[:-KEPT]
+        with _taking:
+            kept.append((key, decoder))
+            del kept[:-KEPT]
 
 
 def new_decoder(model: "CausalLM", state: ModelState, sampling: Sampling, draft: int) -> Decoder:
@@ -308,24 +309,6 @@ def held_for(held: object, sampling: Sampling, draft: int) -> object:
     """What a graph holds for: where the parameters lie, and how it was computed."""
     autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     return draft, held, tuple(sampling), autocast, torch.is_inference_mode_enabled()
-
-
-def captured_parameters(model: "CausalLM") -> tuple[Parameter, ...] | None:
-    """What a CUDA graph of a step reads; None where there can be none.
-
-    It takes a GPU, nothing that watches, and no layer that waits for the GPU. PyTorch's own walk
-    through the modules takes as long as the host's part of a layer.
-    """
-    if model.embedding.weight.device.type != "cuda" or not is_plain_eager():
-        return None
-    modules: list[Any] = [model]
-    found: list[Any] = []
-    for module in modules:
-        found += [x for x in module._parameters.values() if x is not None]
-        modules += [x for x in module._modules.values() if x is not None]
-    plain = all(type(parameter) is Parameter for parameter in found)
-    waits = any(isinstance(module, Experts) and module.waits for module in modules)
-    return tuple(found) if plain and not waits else None
 
 
 def state_device(state: ModelState) -> torch.device:

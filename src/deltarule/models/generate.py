@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from deltarule.models.adjoined import adjoin_projections, captured_parameters
 from deltarule.models.decoder import (
     Decoder,
     DraftDecoder,
     Sampling,
-    adjoin_projections,
     as_written,
     captured,
-    captured_parameters,
     lend,
     room_for,
 )

@@ -20,7 +20,7 @@ class Late:
         self.copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         self.copy.copy_(x, non_blocking=True)
         self.sent = torch.cuda.Event()
-        self.sent.record()
+        self.sent.record(torch.cuda.current_stream(x.device))
 
     def tolist(self) -> list[Any]:
         if self.sent is not None:

@@ -28,13 +28,17 @@ UNREAD: ContextVar[set[int] | None] = ContextVar("UNREAD", default=None)
 
 
 @contextmanager
-def chain(device: torch.device, states: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Launches inside of kernels that can be chained are, where the GPU knows how."""
+def chain(device: torch.device, states: Iterable[Tensor] = ()) -> Iterator[Tensor | None]:
+    """Launches inside of kernels that can be chained are, where the GPU knows how.
+
+    They count in the tensor that this gives, which a graph of them needs for as long as it is.
+    """
     able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    tokens = CHAIN.set(able), COUNTERS.set(counters(device) if able else None)
+    counted = counters(device) if able else None
+    tokens = CHAIN.set(able), COUNTERS.set(counted)
     unread = UNREAD.set({x.data_ptr() for x in states} if able else None)
     try:
-        yield
+        yield counted
     finally:
         CHAIN.reset(tokens[0])
         COUNTERS.reset(tokens[1])
