@@ -83,9 +83,12 @@ def test_steps_with_logits_and_on_pools(targets) -> None:
 )
 def test_neighbours_spill_nothing(targets) -> None:
     reports = compiled("compile_operators.py", "--calls", "fused", "--targets", *targets)
-    assert len({report["kernel"] for report in reports}) == 19
+    assert len({report["kernel"] for report in reports}) == 20
     for report in reports:
         assert report["spills"] == 0, report
+        if report["kernel"] == "few_rows_kernel":
+            # It is for Hopper alone, where it fills a processor: test_operators_ahead.py.
+            continue
         # Of a multiprocessor of 64 K registers: 12 warps, or three programs of 8.
         assert report["registers"] <= (80 if "entropy" in report["kernel"] else 168), report
         assert report["shared"] <= 4096, report
