@@ -281,11 +281,11 @@ class DeltaMixer(Mixer):
             return
         if (whole := as_one(weights)) is None or kernel_rows(call.x, whole) < 2:
             return
-        keys = [f"{name}_conv" for name in "qkv"]
-        histories, own = [call.before[key] for key in keys], [self._modules[key] for key in keys]
-        if (within := within_product(own, histories, call.x)) is not None:
+        convolutions = [self._modules[key] for key in CONVOLUTIONS]
+        histories = [call.before[key] for key in CONVOLUTIONS]
+        if (within := within_product(convolutions, histories, call.x)) is not None:
             call.within = within
-            call.after.update(zip(keys, histories, strict=True))
+            call.after.update(zip(CONVOLUTIONS, histories, strict=True))
 
     def convolve(self, call: LayerCall) -> None:
         """Convolve q, k and v; a step overwrites their histories, where one kernel does all."""
