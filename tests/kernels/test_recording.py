@@ -858,12 +858,16 @@ PACKAGE = os.path.join(os.path.dirname(deltarule.__file__), "")
 
 
 def calls_of_ours(run) -> int:
-    """Calls of the package's Python functions."""
+    """Calls of the package's Python functions, but for those that depend on the allocator."""
     count = 0
+    # Taken where a call's tensors lie at addresses that no call before had.
+    new_addresses = replay.Recording.calls.__code__
 
     def note(frame, event: str, _: object) -> None:
         nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+        code = frame.f_code
+        ours = event == "call" and code.co_filename.startswith(PACKAGE)
+        count += ours and code is not new_addresses
 
     sys.setprofile(note)
     try:
@@ -874,7 +878,7 @@ def calls_of_ours(run) -> int:
 
 
 @pytest.mark.usefixtures("runs", "trains")
-@pytest.mark.parametrize(("training", "most"), [(True, 430), (False, 290)])
+@pytest.mark.parametrize(("training", "most"), [(True, 405), (False, 290)])
 def test_a_block_takes_few_calls_of_python_functions(training, most, monkeypatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     monkeypatch.setattr(fused_kernels, "why_no_triton", lambda name, x: None)
