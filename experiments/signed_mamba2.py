@@ -67,23 +67,20 @@ def final_state(state: Tensor, projections: Projections) -> Tensor:
     return state * last[..., None, None]
 
 
-RULE = replace(
-    mamba2.RULE,
-    name="signed_mamba2",
-    title="Mamba-2 with eigenvalues in [-1, 1]",
-    recurrence="S = (2 a - 1) S + dt v k^T",
-    objective="",
-    source="arXiv 2411.12537, section 4.1",
-    arguments=arguments,
-    read_out_function=read_out,
-    final_state=final_state,
-)
-
-
 class SignedMamba2(Mamba2):
     """Mamba-2 with eigenvalues in [-1, 1] and the same parameters."""
 
-    rule = RULE
+    rule = replace(
+        Mamba2.rule,
+        name="signed_mamba2",
+        title="Mamba-2 with eigenvalues in [-1, 1]",
+        recurrence="S = (2 a - 1) S + dt v k^T",
+        objective="",
+        source="arXiv 2411.12537, section 4.1",
+        arguments=arguments,
+        read_out_function=read_out,
+        final_state=final_state,
+    )
 
 
 def with_signs(model: CausalLM) -> CausalLM:

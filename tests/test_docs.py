@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
@@ -71,7 +72,8 @@ def test_sources_have_names_that_a_reader_knows(page):
 @pytest.mark.parametrize("module", modules())
 def test_docstring_examples(module, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    results = doctest.testmod(importlib.import_module(module), optionflags=OPTIONS)
+    found, given = importlib.import_module(module), {"torch": torch}
+    results = doctest.testmod(found, optionflags=OPTIONS, extraglobs=given)
     assert results.attempted > 0
     assert results.failed == 0
 

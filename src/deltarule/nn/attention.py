@@ -32,19 +32,6 @@ from deltarule.ops.context import Context
 from deltarule.ops.context.rows import all_rows
 from deltarule.shapes import Hidden
 
-FULL = System(
-    name="attention", title="Softmax attention", operator="softmax", decay="none", erase="none",
-    state_size="T H (K + V)",
-    recurrence="(K, V) = ((K, k), (V, v))", read_out="o = V softmax(K^T q / sqrt(K))",
-    objective="sum_j exp(q . k_j / sqrt(K)) |o - v_j|^2, exactly",
-    source="arXiv 1706.03762, section 3.2 (the slides multiply by the mask; it must be added)",
-    forms="cache, parallel, GPU kernel of PyTorch",
-)  # fmt: skip
-WINDOW = replace(
-    FULL, name="sliding_window", title="Sliding-window attention", state_size="W H (K + V)",
-    recurrence="(K, V) = the last W of ((K, k), (V, v))",
-    source="arXiv 2004.05150, section 3.1; window and token counted together",
-)  # fmt: skip
 # Names in a model's config, where `attention_` tells them from those of recurrent layers.
 OPTIONS = {
     "attention_head_dim": "head_dim", "attention_qk_norm": "qk_norm",
@@ -80,7 +67,6 @@ class Attention(Mixer):
         ValueError: A size is out of range.
 
     Examples:
-        >>> import torch
         >>> y, state = Attention(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["keys"].shape
         torch.Size([1, 5, 2, 16])
@@ -88,7 +74,14 @@ class Attention(Mixer):
     Source: arXiv 1706.03762, eq. 1; RoPE, arXiv 2104.09864; grouped heads, arXiv 2305.13245.
     """
 
-    rule = FULL
+    rule = System(
+        name="attention", title="Softmax attention", operator="softmax", decay="none", erase="none",
+        state_size="T H (K + V)",
+        recurrence="(K, V) = ((K, k), (V, v))", read_out="o = V softmax(K^T q / sqrt(K))",
+        objective="sum_j exp(q . k_j / sqrt(K)) |o - v_j|^2, exactly",
+        source="arXiv 1706.03762, section 3.2 (the slides multiply by the mask; it must be added)",
+        forms="cache, parallel, GPU kernel of PyTorch",
+    )  # fmt: skip
     options = frozenset({"rope_theta"})
     default_window: ClassVar[int | None] = None
 
@@ -315,15 +308,17 @@ class SlidingWindowAttention(Attention):
         norm_eps, zero_centered_norm: As for `Attention`.
 
     Examples:
-        >>> import torch
         >>> layer = SlidingWindowAttention(32, num_heads=2, window=4)
         >>> y, state = layer(torch.zeros(1, 50, 32))
         >>> state["keys"].shape  # the token after them sees itself and three more
         torch.Size([1, 3, 2, 16])
-
-    Source: arXiv 2004.05150, section 3.1, causal.
     """
 
-    rule = WINDOW
+    rule = replace(
+        Attention.rule, name="sliding_window", title="Sliding-window attention",
+        state_size="W H (K + V)",
+        recurrence="(K, V) = the last W of ((K, k), (V, v))",
+        source="arXiv 2004.05150, section 3.1; window and token counted together",
+    )  # fmt: skip
     options = frozenset({"rope_theta", "window"})
     default_window = 2048

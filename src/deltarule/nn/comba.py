@@ -48,23 +48,6 @@ def fed_back(projections: Projections, q: Tensor, k: Tensor, p: Tensor) -> Argum
     return given | {"log_decay": gates.log_decay_of(projections)}
 
 
-RULE = Rule(
-    name="comba", title="Comba", operator="dplr", decay="head", erase="free",
-    recurrence="S = S (a - beta p k^T) + beta v k^T", read_out="o = S (q - D k)",
-    objective="|S - a S'|^2 - 2 <S k, beta (v - S' p)>",
-    source="arXiv 2506.02475, eq. 5",
-    arguments=arguments,
-)  # fmt: skip
-
-RELEASED = replace(
-    RULE, name="comba_released", title="Comba (released)", page="comba",
-    recurrence="S = S (a - beta k k^T) + beta v k^T", read_out="o = S unit(q - D p)",
-    objective="|S - a S'|^2 - 2 <S k, beta (v - S' k)>",
-    source="arXiv 2506.02475, the authors' released layer",
-    arguments=released_arguments,
-)  # fmt: skip
-
-
 class Comba(GatedDeltaNet):
     """Comba: S = S (a - beta p k^T) + beta v k^T, o = S (q - D k), p = sigmoid(erase_scale) k.
 
@@ -72,16 +55,19 @@ class Comba(GatedDeltaNet):
     each key head (the authors use D = 0.02 in small models).
 
     Examples:
-        >>> import torch
         >>> layer = Comba(32, num_heads=2)
         >>> y, state = layer(torch.zeros(1, 5, 32))
         >>> layer.erase_scale.shape, state["recurrent"].shape
         (torch.Size([2]), torch.Size([1, 2, 24, 12]))
-
-    Source: arXiv 2506.02475, eq. 5.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="comba", title="Comba", operator="dplr", decay="head", erase="free",
+        recurrence="S = S (a - beta p k^T) + beta v k^T", read_out="o = S (q - D k)",
+        objective="|S - a S'|^2 - 2 <S k, beta (v - S' p)>",
+        source="arXiv 2506.02475, eq. 5",
+        arguments=arguments,
+    )  # fmt: skip
     frees_strength = True
     gate_activation = "sigmoid"
     float32_parameters = ("A_log", "dt_bias", "D", "erase_scale")
@@ -104,12 +90,15 @@ class CombaReleased(Comba):
     length of a unit key. Parameters and defaults are those of `Comba`.
 
     Examples:
-        >>> import torch
         >>> y, state = CombaReleased(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 2, 24, 12])
-
-    Source: the authors' layer for arXiv 2506.02475.
     """
 
-    rule = RELEASED
+    rule = replace(
+        Comba.rule, name="comba_released", title="Comba (released)", page="comba",
+        recurrence="S = S (a - beta k k^T) + beta v k^T", read_out="o = S unit(q - D p)",
+        objective="|S - a S'|^2 - 2 <S k, beta (v - S' k)>",
+        source="arXiv 2506.02475, the authors' released layer",
+        arguments=released_arguments,
+    )  # fmt: skip

@@ -9,23 +9,6 @@ from dataclasses import replace
 from deltarule.nn import deltanet, gated_deltanet
 from deltarule.nn.rule import Rule
 
-RULE = Rule(
-    name="delta_product", title="DeltaProduct", decay="none", erase="tied",
-    recurrence="S = S (I - beta_j k_j k_j^T) + beta_j v_j k_j^T, j = 1..n",
-    objective="|S k_j - v_j|^2 / 2, one gradient step for each j",
-    source="arXiv 2502.10297, section 3 (slides print the steps in the wrong order)",
-    arguments=deltanet.arguments,
-)  # fmt: skip
-
-
-GATED_RULE = replace(
-    RULE, name="gated_delta_product", title="Gated DeltaProduct", decay="head",
-    recurrence="S = a S, then S = S (I - beta_j k_j k_j^T) + beta_j v_j k_j^T, j = 1..n",
-    objective="|S k_j - v_j|^2 / 2 from a S', one gradient step for each j",
-    source="arXiv 2502.10297, section 3",
-    arguments=gated_deltanet.arguments,
-)  # fmt: skip
-
 
 class DeltaProduct(deltanet.DeltaNet):
     """DeltaProduct: n_steps delta-rule writes for each token, one read-out after the last.
@@ -35,15 +18,18 @@ class DeltaProduct(deltanet.DeltaNet):
     Defaults: as DeltaNet, with n_steps = 2 and beta in [0, 2].
 
     Examples:
-        >>> import torch
         >>> layer = DeltaProduct(32, num_heads=2, n_steps=3)
         >>> layer.k_proj.weight.shape, layer(torch.zeros(1, 5, 32))[0].shape
         (torch.Size([96, 32]), torch.Size([1, 5, 32]))
-
-    Source: arXiv 2502.10297, section 3.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="delta_product", title="DeltaProduct", decay="none", erase="tied",
+        recurrence="S = S (I - beta_j k_j k_j^T) + beta_j v_j k_j^T, j = 1..n",
+        objective="|S k_j - v_j|^2 / 2, one gradient step for each j",
+        source="arXiv 2502.10297, section 3 (slides print the steps in the wrong order)",
+        arguments=deltanet.arguments,
+    )  # fmt: skip
     default_beta_max = 2.0
     default_n_steps = 2
 
@@ -54,13 +40,16 @@ class GatedDeltaProduct(gated_deltanet.GatedDeltaNet):
     Defaults: as GatedDeltaNet, with n_steps = 2 and beta in [0, 2].
 
     Examples:
-        >>> import torch
         >>> GatedDeltaProduct(32, num_heads=2)(torch.zeros(1, 5, 32))[0].shape
         torch.Size([1, 5, 32])
-
-    Source: arXiv 2502.10297, section 3.
     """
 
-    rule = GATED_RULE
+    rule = replace(
+        DeltaProduct.rule, name="gated_delta_product", title="Gated DeltaProduct", decay="head",
+        recurrence="S = a S, then S = S (I - beta_j k_j k_j^T) + beta_j v_j k_j^T, j = 1..n",
+        objective="|S k_j - v_j|^2 / 2 from a S', one gradient step for each j",
+        source="arXiv 2502.10297, section 3",
+        arguments=gated_deltanet.arguments,
+    )  # fmt: skip
     default_beta_max = 2.0
     default_n_steps = 2

@@ -19,15 +19,6 @@ def arguments(projections: Projections, decays: bool = False) -> Arguments:
     return normed_qkv(projections, otherwise="l2") | gates | {"n_steps": projections.n_steps}
 
 
-RULE = Rule(
-    name="deltanet", title="DeltaNet", decay="none", erase="tied",
-    recurrence="S = S (I - beta k k^T) + beta v k^T",
-    objective="|S k - v|^2 / 2, one gradient step of size beta",
-    source="arXiv 2406.06484, section 2.2 (its eq. 10 prints I - tril for I + tril)",
-    arguments=arguments,
-)  # fmt: skip
-
-
 class DeltaNet(DeltaMixer):
     """DeltaNet: S = S (I - beta k k^T) + beta v k^T with unit keys and queries.
 
@@ -37,7 +28,6 @@ class DeltaNet(DeltaMixer):
     With qk_norm="none" long keys make beta |k|^2 exceed 2, and the state grow.
 
     Examples:
-        >>> import torch
         >>> layer = DeltaNet(32, num_heads=2, beta_max=2.0)
         >>> y, state = layer(torch.zeros(1, 5, 32))
         >>> y, state = layer(torch.zeros(1, 1, 32), state)  # the sixth token
@@ -45,7 +35,13 @@ class DeltaNet(DeltaMixer):
     Source: arXiv 2406.06484, section 3.4.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="deltanet", title="DeltaNet", decay="none", erase="tied",
+        recurrence="S = S (I - beta k k^T) + beta v k^T",
+        objective="|S k - v|^2 / 2, one gradient step of size beta",
+        source="arXiv 2406.06484, section 2.2 (its eq. 10 prints I - tril for I + tril)",
+        arguments=arguments,
+    )  # fmt: skip
     maps_features = True
     default_conv_size = 4
     activates_projections = True

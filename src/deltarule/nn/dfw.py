@@ -25,15 +25,6 @@ def arguments(
     return {"q": q, "k": k, "v": v, **decays}
 
 
-SYSTEM = System(
-    name="dfw", title="Decaying fast weights", operator="selective_scan", decay="element",
-    erase="none", state_size="HV V K",
-    recurrence="S = Diag(b) S Diag(a) + v k^T", read_out="o = S q",
-    objective="|S - Diag(b) S' Diag(a)|^2 - 2 <S k, v>",
-    source="arXiv 2210.04243, section 4; table 4 of arXiv 2406.06484",
-)  # fmt: skip
-
-
 # sigmoid(4) = 0.98: most of the state outlives a token at first.
 DECAY_BIAS = 4.0
 
@@ -46,15 +37,18 @@ class DecayingFastWeights(Mixer):
     pre-trained attention and adds neither.
 
     Examples:
-        >>> import torch
         >>> y, state = DecayingFastWeights(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 2, 16, 16])
-
-    Source: arXiv 2210.04243, section 4.
     """
 
-    rule = SYSTEM
+    rule = System(
+        name="dfw", title="Decaying fast weights", operator="selective_scan", decay="element",
+        erase="none", state_size="HV V K",
+        recurrence="S = Diag(b) S Diag(a) + v k^T", read_out="o = S q",
+        objective="|S - Diag(b) S' Diag(a)|^2 - 2 <S k, v>",
+        source="arXiv 2210.04243, section 4; table 4 of arXiv 2406.06484",
+    )  # fmt: skip
     biased = ("a", "b")
     a_proj: nn.Linear
     b_proj: nn.Linear

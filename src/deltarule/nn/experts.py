@@ -43,7 +43,6 @@ class Experts(nn.Module):
         activation: "silu" with a gate, or "relu2" without, in every one of them.
 
     Examples:
-        >>> import torch
         >>> Experts(8, 16, num_experts=4, num_experts_per_tok=2)(torch.zeros(1, 3, 8)).shape
         torch.Size([1, 3, 8])
 

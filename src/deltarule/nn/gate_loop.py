@@ -11,7 +11,6 @@ rotates by positions that the tokens choose, and its decay is real.
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,6 @@ from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.documents import last_token, per_token
 from deltarule.nn.gates import computed, float32_parameter, initial_dt_bias
 from deltarule.nn.layout import split
-from deltarule.nn.roles import Role
 from deltarule.nn.rotation import in_float64, within_a_turn
 from deltarule.nn.rule import Arguments, Projections, Rule
 from deltarule.ops.context import Context
@@ -64,15 +62,6 @@ def turned_before(context: Context, turns: Tensor, given: Tensor) -> Tensor:
     return torch.cat([given[: len(before)] + before, given[len(before) :]])
 
 
-RULE = Rule(
-    name="gate_loop", title="GateLoop", decay="channel", erase="none", state_size="2 HV V K + HV K",
-    recurrence="H = H * (a e^{i w})^T + v k^T", read_out="o = Re(H q)",
-    objective="|H - H' * (a e^{i w})^T|^2 - 2 Re <H k, v>",
-    source="arXiv 2311.01927, section 3",
-    arguments=arguments,
-)  # fmt: skip
-
-
 class GateLoop(DeltaMixer):
     """GateLoop: H = H * (a e^{i w})^T + v k^T, o = Re(H q): a and w both depend on the token.
 
@@ -85,19 +74,23 @@ class GateLoop(DeltaMixer):
     as key heads.
 
     Examples:
-        >>> import torch
         >>> y, state = GateLoop(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["phase"].shape
         (torch.Size([1, 2, 16, 32]), torch.Size([1, 2, 16]))
-
-    Source: arXiv 2311.01927, section 3.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="gate_loop", title="GateLoop", decay="channel", erase="none",
+        state_size="2 HV V K + HV K",
+        recurrence="H = H * (a e^{i w})^T + v k^T", read_out="o = Re(H q)",
+        objective="|H - H' * (a e^{i w})^T|^2 - 2 Re <H k, v>",
+        source="arXiv 2311.01927, section 3",
+        arguments=arguments,
+    )  # fmt: skip
     options = DeltaMixer.options - {"num_v_heads"}
     default_output_gate = True
     float32_parameters = ("decay_bias",)
-    roles: ClassVar[dict[str, Role]] = {"w_proj": "gate"}
+    roles = {"w_proj": "gate"}
 
     def build_gates(self) -> None:
         super().build_gates()

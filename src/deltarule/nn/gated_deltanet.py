@@ -14,15 +14,6 @@ def arguments(projections: Projections) -> Arguments:
     return deltanet.arguments(projections, decays=True)
 
 
-RULE = Rule(
-    name="gated_deltanet", title="Gated DeltaNet", decay="head", erase="tied",
-    recurrence="S = a S (I - beta k k^T) + beta v k^T",
-    objective="|S - a S'|^2 - 2 <S k, beta (v - a S' k)>",
-    source="arXiv 2412.06464, eq. 10",
-    arguments=arguments,
-)  # fmt: skip
-
-
 class GatedDeltaNet(deltanet.DeltaNet):
     """Gated DeltaNet: S = a S (I - beta k k^T) + beta v k^T with unit keys and queries.
 
@@ -31,7 +22,6 @@ class GatedDeltaNet(deltanet.DeltaNet):
     softplus(dt_bias) log-uniform in [1e-3, 1e-1].
 
     Examples:
-        >>> import torch
         >>> layer = GatedDeltaNet(32, num_heads=2)
         >>> y, state = layer(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["q_conv"].shape
@@ -40,7 +30,13 @@ class GatedDeltaNet(deltanet.DeltaNet):
     Source: arXiv 2412.06464, section 3.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="gated_deltanet", title="Gated DeltaNet", decay="head", erase="tied",
+        recurrence="S = a S (I - beta k k^T) + beta v k^T",
+        objective="|S - a S'|^2 - 2 <S k, beta (v - a S' k)>",
+        source="arXiv 2412.06464, eq. 10",
+        arguments=arguments,
+    )  # fmt: skip
     has_rates = True
     expand_k = 0.75
     expand_v = 2

@@ -5,7 +5,6 @@ a_t as in KDA, b_t = beta_max sigmoid(erase_logits_t), w_t = sigmoid(write_logit
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ from deltarule.nn.feature_maps import qk_normed
 from deltarule.nn.gates import computed, log_decay_of, per_value_head
 from deltarule.nn.kda import KDA
 from deltarule.nn.layout import split
-from deltarule.nn.roles import Role
 from deltarule.nn.rule import Arguments, Projections, Rule
 
 
@@ -31,16 +29,6 @@ def arguments(projections: Projections) -> Arguments:
     return given | {"a": -log_decay.exp() * strength * key, "b": key}
 
 
-RULE = Rule(
-    name="gated_deltanet2", title="Gated DeltaNet-2", operator="dplr", decay="channel",
-    erase="free",
-    recurrence="S = S Diag(a) (I - (b * k) k^T) + (w * v) k^T",
-    objective="|S - S' Diag(a)|^2 - 2 <S k, w * v - S' Diag(a) (b * k)>",
-    source="arXiv 2605.22791, section 3",
-    arguments=arguments,
-)  # fmt: skip
-
-
 class GatedDeltaNet2(KDA):
     """Gated DeltaNet-2: S = S Diag(a) (I - (b * k) k^T) + (w * v) k^T with unit keys.
 
@@ -48,18 +36,22 @@ class GatedDeltaNet2(KDA):
     in [0, beta_max], and a write gate w for each value channel, in [0, 1].
 
     Examples:
-        >>> import torch
         >>> y, state = GatedDeltaNet2(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 2, 16, 16])
-
-    Source: arXiv 2605.22791, section 3.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="gated_deltanet2", title="Gated DeltaNet-2", operator="dplr", decay="channel",
+        erase="free",
+        recurrence="S = S Diag(a) (I - (b * k) k^T) + (w * v) k^T",
+        objective="|S - S' Diag(a)|^2 - 2 <S k, w * v - S' Diag(a) (b * k)>",
+        source="arXiv 2605.22791, section 3",
+        arguments=arguments,
+    )  # fmt: skip
     options = KDA.options - {"gate_lower_bound"}
     frees_strength = True
-    roles: ClassVar[dict[str, Role]] = {"erase_proj": "gate", "write_proj": "gate"}
+    roles = {"erase_proj": "gate", "write_proj": "gate"}
 
     def build_gates(self) -> None:
         super().build_gates()

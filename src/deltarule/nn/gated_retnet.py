@@ -9,13 +9,6 @@ from torch import nn
 
 from deltarule.nn import gla, retnet
 
-RULE = replace(
-    retnet.RULE, name="gated_retnet", title="Gated RetNet", decay="head", page="retnet",
-    recurrence="S = g S + v k^T",
-    source="arXiv 2405.05254, section 3.1",
-    arguments=gla.arguments,
-)  # fmt: skip
-
 
 class GatedRetNet(retnet.RetNet):
     """Gated RetNet: S = g S + v k^T with g = sigmoid(a_proj x)^(1/16), and RoPE on q and k.
@@ -23,15 +16,17 @@ class GatedRetNet(retnet.RetNet):
     Defaults: as `RetNet`.
 
     Examples:
-        >>> import torch
         >>> y, state = GatedRetNet(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["length"]
         tensor([5])
-
-    Source: arXiv 2405.05254, section 3.1.
     """
 
-    rule = RULE
+    rule = replace(
+        retnet.RetNet.rule, name="gated_retnet", title="Gated RetNet", decay="head", page="retnet",
+        recurrence="S = g S + v k^T",
+        source="arXiv 2405.05254, section 3.1",
+        arguments=gla.arguments,
+    )  # fmt: skip
 
     def build_gates(self) -> None:
         super().build_gates()

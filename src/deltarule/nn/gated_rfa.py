@@ -31,15 +31,6 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
     return divided(o, SMALLEST)
 
 
-RULE = Rule(
-    name="gated_rfa", title="Gated RFA", decay="head", erase="none", state_size="HV (V + 1) 2K",
-    recurrence="S = g S + (1 - g) v k^T, z = g z + (1 - g) k", read_out="o = S q / (z^T q)",
-    objective="|S - g S'|^2 - 2 <S k, (1 - g) v>",
-    source="arXiv 2103.02143, section 3.2",
-    arguments=arguments, read_out_function=read_out, normalizer=True,
-)  # fmt: skip
-
-
 class GatedRFA(DeltaMixer):
     """Gated RFA: S = g S + (1 - g) v phi(k)^T, divided by the same sum of phi(k).
 
@@ -48,15 +39,18 @@ class GatedRFA(DeltaMixer):
     output gate, and no norm: the read-out is a weighted sum of values already.
 
     Examples:
-        >>> import torch
         >>> y, state = GatedRFA(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 2, 17, 32])
-
-    Source: arXiv 2103.02143, section 3.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="gated_rfa", title="Gated RFA", decay="head", erase="none", state_size="HV (V + 1) 2K",
+        recurrence="S = g S + (1 - g) v k^T, z = g z + (1 - g) k", read_out="o = S q / (z^T q)",
+        objective="|S - g S'|^2 - 2 <S k, (1 - g) v>",
+        source="arXiv 2103.02143, section 3.2",
+        arguments=arguments, read_out_function=read_out, normalizer=True,
+    )  # fmt: skip
     maps_features = True
     default_feature_map = "random_fourier"
 

@@ -19,15 +19,6 @@ def arguments(projections: Projections) -> Arguments:
     return projections.qkv | {"beta": None, "log_decay": log_decay}
 
 
-RULE = Rule(
-    name="gla", title="Gated Linear Attention", decay="channel", erase="none",
-    recurrence="S = S Diag(a) + v k^T",
-    objective="|S - S' Diag(a)|^2 - 2 <S k, v>",
-    source="arXiv 2312.06635, eq. 3 and section 4.4",
-    arguments=arguments,
-)  # fmt: skip
-
-
 DECAY_RANK = 16
 
 
@@ -38,15 +29,18 @@ class GatedLinearAttention(DeltaMixer):
     16 channels, no convolution, output gate SiLU.
 
     Examples:
-        >>> import torch
         >>> y, state = GatedLinearAttention(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 2, 16, 8])
-
-    Source: arXiv 2312.06635, section 4.4.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="gla", title="Gated Linear Attention", decay="channel", erase="none",
+        recurrence="S = S Diag(a) + v k^T",
+        objective="|S - S' Diag(a)|^2 - 2 <S k, v>",
+        source="arXiv 2312.06635, eq. 3 and section 4.4",
+        arguments=arguments,
+    )  # fmt: skip
     expand_k = 0.5
     expand_v = 2
     default_output_gate = True

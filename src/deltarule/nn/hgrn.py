@@ -25,12 +25,6 @@ from deltarule.nn.rotation import at_positions, turned
 from deltarule.nn.rule import System
 from deltarule.nn.vector_mixer import VectorMixer
 
-SYSTEM = System(
-    name="hgrn", title="HGRN", operator="selective_scan", decay="element", erase="none",
-    state_size="HV V",
-    recurrence="h = a * e^{i theta} * h + (1 - a) * c", read_out="o = (Re h, Im h)",
-    source="arXiv 2311.04823, section 3",
-)  # fmt: skip
 BASE = 10000.0
 
 
@@ -96,15 +90,17 @@ class HGRN(LowerBounds, VectorMixer):
     norm over all heads together; output gate SiLU.
 
     Examples:
-        >>> import torch
         >>> y, state = HGRN(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["length"]
         (torch.Size([1, 2, 32, 1]), tensor([5]))
-
-    Source: arXiv 2311.04823, section 3.
     """
 
-    rule = SYSTEM
+    rule = System(
+        name="hgrn", title="HGRN", operator="selective_scan", decay="element", erase="none",
+        state_size="HV V",
+        recurrence="h = a * e^{i theta} * h + (1 - a) * c", read_out="o = (Re h, Im h)",
+        source="arXiv 2311.04823, section 3",
+    )  # fmt: skip
     options = VectorMixer.options | {"norm_eps"}
     expand_v = 2
     default_output_gate = True

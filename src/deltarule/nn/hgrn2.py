@@ -5,14 +5,12 @@ a_t = lb + (1 - lb) sigmoid(decay_logits_t)
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch.nn.functional as F
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.hgrn import LowerBounds, bounded_decay
-from deltarule.nn.roles import Role
 from deltarule.nn.rule import Arguments, Projections, Rule
 
 
@@ -21,15 +19,6 @@ def arguments(projections: Projections) -> Arguments:
     log_decay, k = bounded_decay(projections.need("decay_logits"), projections.lower_bound)
     given = projections.qkv | {"k": k.to(projections.k.dtype), "beta": None}
     return given | {"log_decay": log_decay}
-
-
-RULE = Rule(
-    name="hgrn2", title="HGRN-2", decay="channel", erase="none",
-    recurrence="S = S Diag(a) + v (1 - a)^T",
-    objective="|S - S' Diag(a)|^2 - 2 <S (1 - a), v>",
-    source="arXiv 2404.07904, section 3",
-    arguments=arguments,
-)  # fmt: skip
 
 
 class HGRN2(LowerBounds, DeltaMixer):
@@ -44,7 +33,6 @@ class HGRN2(LowerBounds, DeltaMixer):
     key heads.
 
     Examples:
-        >>> import torch
         >>> y, state = HGRN2(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> y.shape
         torch.Size([1, 5, 32])
@@ -52,10 +40,16 @@ class HGRN2(LowerBounds, DeltaMixer):
     Source: arXiv 2404.07904, section 3; lower bounds, arXiv 2311.04823, section 3.2.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="hgrn2", title="HGRN-2", decay="channel", erase="none",
+        recurrence="S = S Diag(a) + v (1 - a)^T",
+        objective="|S - S' Diag(a)|^2 - 2 <S (1 - a), v>",
+        source="arXiv 2404.07904, section 3",
+        arguments=arguments,
+    )  # fmt: skip
     # Each decay is also a key.
     options = DeltaMixer.options - {"num_v_heads"}
-    roles: ClassVar[dict[str, Role]] = {"k_proj": "gate"}
+    roles = {"k_proj": "gate"}
     norm_of_all = True
 
     def activates(self, name: str) -> bool:

@@ -45,21 +45,6 @@ def implicit_filter(layers: list[Tensor], frequency: Tensor, rate: Tensor, size:
         return F.linear(x, layers[-1]).mT * torch.exp(-rate.abs().unsqueeze(1) * time.mT)
 
 
-MULTI_HEAD = System(
-    name="multi_head_hyena", title="Multi-head Hyena", operator="long_convolution", decay="none",
-    erase="none", page="hyena", state_size="HV (L - 1) (K + V)",
-    recurrence="S = h_0 v k^T + h_1 v' k'^T + h_2 v'' k''^T + ..", read_out="o = S q + d (q . k) v",
-    source="arXiv 2310.18780, section 4",
-    forms="recurrent, halves by FFT",
-)  # fmt: skip
-SYSTEM = replace(
-    MULTI_HEAD, name="hyena", title="Hyena", state_size="2 HV (L - 1) V",
-    recurrence="s = h_0 * k * v + h_1 * k' * v' + h_2 * k'' * v'' + ..",
-    read_out="o = q * (s + d * k * v)",
-    source="arXiv 2302.10866, section 3, order 2",
-)  # fmt: skip
-
-
 class MultiHeadHyena(Mixer):
     """Multi-head Hyena: S = sum_j h_j v_{t-j} k_{t-j}^T, o = S q, with one filter for each head.
 
@@ -77,7 +62,13 @@ class MultiHeadHyena(Mixer):
     Source: arXiv 2310.18780, section 4; filters of arXiv 2302.10866, section 3.3.
     """
 
-    rule = MULTI_HEAD
+    rule = System(
+        name="multi_head_hyena", title="Multi-head Hyena", operator="long_convolution",
+        decay="none", erase="none", page="hyena", state_size="HV (L - 1) (K + V)",
+        recurrence="S = h_0 v k^T + h_1 v' k'^T + h_2 v'' k''^T + ..",
+        read_out="o = S q + d (q . k) v",
+        source="arXiv 2310.18780, section 4", forms="recurrent, halves by FFT",
+    )  # fmt: skip
     options = COMMON - {"norm_eps"} | {"filter_size"}
     default_conv_size = 3
     normless = True
@@ -152,11 +143,14 @@ class Hyena(MultiHeadHyena):
         >>> y, state = Hyena(32, num_heads=1, filter_size=100)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 99, 32, 2])
-
-    Source: arXiv 2302.10866, section 3.
     """
 
-    rule = SYSTEM
+    rule = replace(
+        MultiHeadHyena.rule, name="hyena", title="Hyena", state_size="2 HV (L - 1) V",
+        recurrence="s = h_0 * k * v + h_1 * k' * v' + h_2 * k'' * v'' + ..",
+        read_out="o = q * (s + d * k * v)",
+        source="arXiv 2302.10866, section 3, order 2",
+    )  # fmt: skip
     options = MultiHeadHyena.options - {"head_v_dim"}
 
     def filters(self) -> tuple[int, int, int]:

@@ -18,14 +18,6 @@ from deltarule.nn.gates import initial_A_log, low_rank
 from deltarule.nn.options import REASONS
 from deltarule.nn.rule import Rule
 
-RULE = Rule(
-    name="kda", title="Kimi Delta Attention", decay="channel", erase="tied",
-    recurrence="S = S Diag(a) (I - beta k k^T) + beta v k^T",
-    objective="|S - S' Diag(a)|^2 - 2 <S k, beta (v - S' Diag(a) k)>",
-    source="arXiv 2510.26692, section 3",
-    arguments=arguments,
-)  # fmt: skip
-
 
 class KDA(DeltaNet):
     """Kimi Delta Attention: S = S Diag(a) (I - beta k k^T) + beta v k^T with unit keys.
@@ -36,7 +28,6 @@ class KDA(DeltaNet):
     [1e-3, 1e-1].
 
     Examples:
-        >>> import torch
         >>> layer = KDA(32, num_heads=2)
         >>> layer.dt_bias.shape, layer(torch.zeros(1, 5, 32))[0].shape
         (torch.Size([2, 16]), torch.Size([1, 5, 32]))
@@ -44,7 +35,13 @@ class KDA(DeltaNet):
     Source: arXiv 2510.26692, section 4.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="kda", title="Kimi Delta Attention", decay="channel", erase="tied",
+        recurrence="S = S Diag(a) (I - beta k k^T) + beta v k^T",
+        objective="|S - S' Diag(a)|^2 - 2 <S k, beta (v - S' Diag(a) k)>",
+        source="arXiv 2510.26692, section 3",
+        arguments=arguments,
+    )  # fmt: skip
     options = DeltaNet.options | {"gate_lower_bound"}
     has_rates = True
     default_output_gate = True

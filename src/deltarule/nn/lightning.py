@@ -32,15 +32,6 @@ def arguments(projections: Projections) -> Arguments:
     return projections.qkv | {"beta": None, "log_decay": log_decay}
 
 
-RULE = Rule(
-    name="lightning", title="Lightning Attention", decay="constant", erase="none",
-    recurrence="S = g_h S + v k^T",
-    objective="|S - g S'|^2 - 2 <S k, v>",
-    source="arXiv 2401.04658, section 3; slopes as released with it and with MiniMax-01",
-    arguments=arguments,
-)  # fmt: skip
-
-
 class Lightning(DeltaMixer):
     """Lightning Attention: S = g_h S + v k^T, the deeper the layer the slower the decay.
 
@@ -52,7 +43,6 @@ class Lightning(DeltaMixer):
     convolution, output gate sigmoid, norm of each head (of all in MiniMax-01: output_norm="all").
 
     Examples:
-        >>> import torch
         >>> layer = Lightning(32, num_heads=2, layer_index=3, num_layers=12)
         >>> layer(torch.zeros(1, 5, 32))[0].shape
         torch.Size([1, 5, 32])
@@ -60,7 +50,13 @@ class Lightning(DeltaMixer):
     Source: arXiv 2401.04658; slopes, activation and gate of MiniMax-01, arXiv 2501.08313.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="lightning", title="Lightning Attention", decay="constant", erase="none",
+        recurrence="S = g_h S + v k^T",
+        objective="|S - g S'|^2 - 2 <S k, v>",
+        source="arXiv 2401.04658, section 3; slopes as released with it and with MiniMax-01",
+        arguments=arguments,
+    )  # fmt: skip
     reads_depth = True
     default_output_gate = True
     gate_activation = "sigmoid"

@@ -25,15 +25,6 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
     return divided(o) if projections.normalizer else o
 
 
-RULE = Rule(
-    name="linear_attention", title="Linear attention", decay="none", erase="none",
-    recurrence="S = S + v k^T",
-    objective="-<S k, v>, one gradient step of size 1",
-    source="arXiv 2006.16236, eq. 16 to 20",
-    arguments=arguments, read_out_function=read_out,
-)  # fmt: skip
-
-
 class LinearAttention(DeltaMixer):
     """Linear attention: S += v phi(k)^T, o = S phi(q), then a norm of each head.
 
@@ -46,7 +37,6 @@ class LinearAttention(DeltaMixer):
     no feature map, no norm of q and k, no normaliser.
 
     Examples:
-        >>> import torch
         >>> y, state = LinearAttention(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> y.shape, state["recurrent"].shape
         (torch.Size([1, 5, 32]), torch.Size([1, 2, 16, 16]))
@@ -57,5 +47,11 @@ class LinearAttention(DeltaMixer):
     Source: arXiv 2006.16236; the norm in place of the normaliser as in arXiv 2210.10340.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="linear_attention", title="Linear attention", decay="none", erase="none",
+        recurrence="S = S + v k^T",
+        objective="-<S k, v>, one gradient step of size 1",
+        source="arXiv 2006.16236, eq. 16 to 20",
+        arguments=arguments, read_out_function=read_out,
+    )  # fmt: skip
     maps_features = True

@@ -30,15 +30,6 @@ def arguments(projections: Projections) -> Arguments:
     return projections.qkv | {"q": q.to(dtype), "k": k.to(dtype), "beta": beta}
 
 
-RULE = Rule(
-    name="longhorn", title="Longhorn (per head)", decay="none", erase="tied",
-    recurrence="S = S (I - e k k^T) + e v k^T",
-    objective="|S - S'|^2 + b |S k - v|^2, exactly",
-    source="arXiv 2407.14207, theorem 3.1, one b for each head instead of one for each channel",
-    arguments=arguments,
-)  # fmt: skip
-
-
 def released_arguments(
     q: Tensor, k: Tensor, v: Tensor, *, beta_logits: Tensor, dt_bias: Tensor
 ) -> Arguments:
@@ -47,15 +38,6 @@ def released_arguments(
     key_square = computed(k).square().sum(-1, keepdim=True)
     key_square = key_square.repeat_interleave(v.shape[2] // k.shape[2], dim=2)
     return {"q": q, "k": k, "v": v, "beta": strength / (1 + strength * key_square), "scale": 1.0}
-
-
-RELEASED = System(
-    name="longhorn_released", title="Longhorn (released)", operator="selective_scan", decay="none",
-    erase="tied", state_size="HV V K",
-    recurrence="S = S * (1 - e (k * k)^T) + (e * v) k^T", read_out="o = S q + D * v",
-    objective="|S - S'|^2 + |S k - v|^2_b, then the diagonal of the step",
-    source="arXiv 2407.14207, section 3.2 and the authors' released layer",
-)  # fmt: skip
 
 
 class Longhorn(DeltaNet):
@@ -69,14 +51,17 @@ class Longhorn(DeltaNet):
     v, b in [0, 1], output gate SiLU.
 
     Examples:
-        >>> import torch
         >>> Longhorn(32, num_heads=2)(torch.zeros(1, 5, 32))[0].shape
         torch.Size([1, 5, 32])
-
-    Source: arXiv 2407.14207, theorem 3.1.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="longhorn", title="Longhorn (per head)", decay="none", erase="tied",
+        recurrence="S = S (I - e k k^T) + e v k^T",
+        objective="|S - S'|^2 + b |S k - v|^2, exactly",
+        source="arXiv 2407.14207, theorem 3.1, one b for each head instead of one for each channel",
+        arguments=arguments,
+    )  # fmt: skip
     default_output_gate = True
 
 
@@ -89,15 +74,18 @@ class LonghornReleased(ScanMixer):
     Defaults: as `Mamba1`, but for A_log, which there is none of, and a dt_bias of zeros.
 
     Examples:
-        >>> import torch
         >>> y, state = LonghornReleased(32, num_heads=1)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 1, 64, 16])
-
-    Source: arXiv 2407.14207, section 3.2 and algorithm 1.
     """
 
-    rule = RELEASED
+    rule = System(
+        name="longhorn_released", title="Longhorn (released)", operator="selective_scan",
+        decay="none", erase="tied", state_size="HV V K",
+        recurrence="S = S * (1 - e (k * k)^T) + (e * v) k^T", read_out="o = S q + D * v",
+        objective="|S - S'|^2 + |S k - v|^2_b, then the diagonal of the step",
+        source="arXiv 2407.14207, section 3.2 and the authors' released layer",
+    )  # fmt: skip
     float32_parameters = ("dt_bias", "D")
 
     def build_scan(self, inner: int) -> None:

@@ -7,7 +7,6 @@ With g_t = e^{-i exp(theta) (t - 1)} h_t, which only decays, the scan is over re
 """
 
 import math
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +14,10 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter
-from deltarule.nn.roles import Role
 from deltarule.nn.rotation import at_positions, turned
 from deltarule.nn.rule import System
 from deltarule.nn.vector_mixer import VectorMixer
 
-SYSTEM = System(
-    name="lru", title="LRU", operator="selective_scan", decay="element", erase="none",
-    state_size="2 HV K",
-    recurrence="h = lambda * h + gamma * (B u)", read_out="o = Re(C h) + D * u",
-    source="arXiv 2303.06349, section 3",
-)  # fmt: skip
 # An eigenvalue of zero, or of one, has no logarithm of its logarithm.
 SMALLEST = 1e-4
 
@@ -43,20 +35,22 @@ class LRU(VectorMixer):
     gamma = sqrt(1 - |lambda|^2).
 
     Examples:
-        >>> import torch
         >>> y, state = LRU(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 2, 32, 1])
-
-    Source: arXiv 2303.06349, section 3.
     """
 
-    rule = SYSTEM
+    rule = System(
+        name="lru", title="LRU", operator="selective_scan", decay="element", erase="none",
+        state_size="2 HV K",
+        recurrence="h = lambda * h + gamma * (B u)", read_out="o = Re(C h) + D * u",
+        source="arXiv 2303.06349, section 3",
+    )  # fmt: skip
     options = VectorMixer.options | {"head_k_dim"}
     gate_activation = "sigmoid"
     counts = True
     float32_parameters = ("nu", "theta", "gamma_log", "D")
-    roles: ClassVar[dict[str, Role]] = {"B": "gate", "C": "gate"}
+    roles = {"B": "gate", "C": "gate"}
 
     def default_head_k_dim(self) -> int:
         return self.default_head_v_dim()

@@ -26,20 +26,6 @@ def arguments(
     return {"q": q, "k": k, "v": write, "delta": delta, "A": -A_log.exp(), "scale": 1.0}
 
 
-SYSTEM = System(
-    name="mamba1", title="Mamba", operator="selective_scan", decay="element", erase="none",
-    state_size="HV V K",
-    recurrence="S = S * exp(-(dt 1^T) * exp(A_log)) + (dt * v) k^T", read_out="o = S q + D * v",
-    source="arXiv 2312.00752, algorithm 2 and section 3.6",
-)  # fmt: skip
-
-SIGNED = replace(
-    SYSTEM, name="signed_mamba1", title="Mamba with signed decays", page="mamba1",
-    recurrence="S = S * (2 exp(-(dt 1^T) * exp(A_log)) - 1) + (dt * v) k^T",
-    source="arXiv 2411.12537, section 5",
-)  # fmt: skip
-
-
 class Mamba1(ScanMixer):
     """Mamba: S = S * exp(-(dt 1^T) * exp(A_log)) + (dt * v) k^T, o = S q + D * v, gated.
 
@@ -50,7 +36,6 @@ class Mamba1(ScanMixer):
     from 1 to 16, softplus(dt_bias) log-uniform in [1e-3, 1e-1], D of ones.
 
     Examples:
-        >>> import torch
         >>> y, state = Mamba1(32, num_heads=1)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 1, 64, 16])
@@ -58,7 +43,12 @@ class Mamba1(ScanMixer):
     Source: arXiv 2312.00752, section 3.4 and algorithm 2.
     """
 
-    rule = SYSTEM
+    rule = System(
+        name="mamba1", title="Mamba", operator="selective_scan", decay="element", erase="none",
+        state_size="HV V K",
+        recurrence="S = S * exp(-(dt 1^T) * exp(A_log)) + (dt * v) k^T", read_out="o = S q + D * v",
+        source="arXiv 2312.00752, algorithm 2 and section 3.6",
+    )  # fmt: skip
     inner_norm_eps: float = 1e-5
 
     @classmethod
@@ -113,15 +103,16 @@ class SignedMamba1(Mamba1):
     Defaults: as `Mamba1`.
 
     Examples:
-        >>> import torch
         >>> y, state = SignedMamba1(32, num_heads=1)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 1, 64, 16])
-
-    Source: arXiv 2411.12537, section 5.
     """
 
-    rule = SIGNED
+    rule = replace(
+        Mamba1.rule, name="signed_mamba1", title="Mamba with signed decays", page="mamba1",
+        recurrence="S = S * (2 exp(-(dt 1^T) * exp(A_log)) - 1) + (dt * v) k^T",
+        source="arXiv 2411.12537, section 5",
+    )  # fmt: skip
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
         return super().scan_arguments(stream, v) | {"signed": True}

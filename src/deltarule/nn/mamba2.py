@@ -31,15 +31,6 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
     return (o + projections.need("D").unsqueeze(-1) * projections.v).to(o.dtype)
 
 
-RULE = Rule(
-    name="mamba2", title="Mamba-2", decay="head", erase="none",
-    recurrence="S = a S + dt v k^T", read_out="o = S q + D v",
-    objective="|S - a S'|^2 - 2 <S k, dt v>",
-    source="arXiv 2405.21060, section 3 and listing 1",
-    arguments=arguments, read_out_function=read_out,
-)  # fmt: skip
-
-
 STATE_SIZE = 128
 EXPANSION = 2
 
@@ -57,7 +48,6 @@ class Mamba2(DeltaMixer):
     [1e-3, 1e-1], D of ones.
 
     Examples:
-        >>> import torch
         >>> layer = Mamba2(32, num_heads=1, num_v_heads=4)
         >>> y, state = layer(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
@@ -66,7 +56,13 @@ class Mamba2(DeltaMixer):
     Source: arXiv 2405.21060, section 7.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="mamba2", title="Mamba-2", decay="head", erase="none",
+        recurrence="S = a S + dt v k^T", read_out="o = S q + D v",
+        objective="|S - a S'|^2 - 2 <S k, dt v>",
+        source="arXiv 2405.21060, section 3 and listing 1",
+        arguments=arguments, read_out_function=read_out,
+    )  # fmt: skip
     has_rates = True
     default_conv_size = 4
     default_output_gate = True

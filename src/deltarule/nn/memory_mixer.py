@@ -10,7 +10,6 @@ from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.options import COMMON
-from deltarule.nn.roles import Role
 from deltarule.nn.state import State
 
 
@@ -24,7 +23,7 @@ class MemoryMixer(Mixer):
     options = COMMON | {"mini_batch"}
     default_conv_size = 4
     linear_state = False
-    roles: ClassVar[dict[str, Role]] = {"starts": "start"}
+    roles = {"starts": "start"}
     # What the state calls the maps, the sums of their gradients, and what else it keeps of each.
     parts: ClassVar[tuple[str, ...]]
 

@@ -19,17 +19,6 @@ from deltarule.nn.mixer import Mixer
 from deltarule.nn.rule import System
 from deltarule.shapes import MesaState
 
-SYSTEM = System(
-    name="mesa", title="Mesa layer", operator="mesa", decay="head", erase="solve",
-    state_size="HV (K + V) K",
-    recurrence="H = a H + beta k k^T, G = a G + beta v k^T",
-    read_out="o = G (H + Diag(lambda))^-1 q",
-    objective="sum_i a..a beta_i |S k_i - v_i|^2 + tr(S Diag(lambda) S^T)",
-    source="arXiv 2309.05858 and 2506.05233, section 3",
-    forms="recurrent, chunked, GPU kernel of the solver",
-)  # fmt: skip
-
-
 LEAST_REGULARIZER = 0.25
 FIRST_REGULARIZER = 1.0
 
@@ -44,7 +33,6 @@ class Mesa(Mixer):
     output gate; solved exactly on a CPU, by head_k_dim + 64 conjugate gradients elsewhere.
 
     Examples:
-        >>> import torch
         >>> y, state = Mesa(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["covariance"].shape
         (torch.Size([1, 2, 16, 16]), torch.Size([1, 2, 16, 16]))
@@ -52,7 +40,15 @@ class Mesa(Mixer):
     Source: arXiv 2309.05858; gates as in MesaNet, arXiv 2506.05233, section 3 and its code.
     """
 
-    rule = SYSTEM
+    rule = System(
+        name="mesa", title="Mesa layer", operator="mesa", decay="head", erase="solve",
+        state_size="HV (K + V) K",
+        recurrence="H = a H + beta k k^T, G = a G + beta v k^T",
+        read_out="o = G (H + Diag(lambda))^-1 q",
+        objective="sum_i a..a beta_i |S k_i - v_i|^2 + tr(S Diag(lambda) S^T)",
+        source="arXiv 2309.05858 and 2506.05233, section 3",
+        forms="recurrent, chunked, GPU kernel of the solver",
+    )  # fmt: skip
     default_conv_size = 4
     convolved = ("q", "k")
     float32_parameters = ("regularizer_logits",)

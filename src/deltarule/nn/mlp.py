@@ -38,7 +38,6 @@ class SwiGLU(nn.Module):
         gate_multiplier: What the gate is multiplied by before its SiLU.
 
     Examples:
-        >>> import torch
         >>> SwiGLU(8, 16)(torch.zeros(1, 3, 8)).shape
         torch.Size([1, 3, 8])
 
@@ -90,7 +89,6 @@ class SquaredReLU(nn.Module):
         mlp_size: Channels inside.
 
     Examples:
-        >>> import torch
         >>> SquaredReLU(8, 16)(torch.zeros(1, 3, 8)).shape
         torch.Size([1, 3, 8])
 

@@ -78,21 +78,6 @@ def maxima(projections: Projections) -> tuple[Tensor, ...]:
     return projections.running or running_maximum(*gates(projections), projections.rows)
 
 
-RULE = Rule(
-    name="mlstm", title="mLSTM", decay="head", erase="none", state_size="HV (V + 1) K + HV",
-    recurrence="S = f S + i v k^T, z = f z + i k", read_out="o = S q / max(1, |z^T q|)",
-    objective="|S - f S'|^2 - 2 <S k, i v>",
-    source="arXiv 2405.04517, eq. 19 to 27",
-    arguments=arguments, read_out_function=read_out, normalizer=True,
-)  # fmt: skip
-
-CAPPED = replace(
-    RULE, name="xlstm_7b", title="mLSTM of xLSTM-7B", page="mlstm",
-    source="arXiv 2503.13427, section 3",
-    arguments=capped_arguments, read_out_function=capped_read_out,
-)  # fmt: skip
-
-
 class MLSTM(DeltaMixer):
     """mLSTM: S = f S + i v k^T, o = S q / max(1, |z^T q|), with exponential input gates i.
 
@@ -104,7 +89,6 @@ class MLSTM(DeltaMixer):
     biases from N(0, 0.1^2).
 
     Examples:
-        >>> import torch
         >>> y, state = MLSTM(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["stabilizer"].shape
         (torch.Size([1, 2, 17, 16]), torch.Size([1, 2]))
@@ -112,7 +96,13 @@ class MLSTM(DeltaMixer):
     Source: arXiv 2405.04517, section 2.3 and appendix A.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="mlstm", title="mLSTM", decay="head", erase="none", state_size="HV (V + 1) K + HV",
+        recurrence="S = f S + i v k^T, z = f z + i k", read_out="o = S q / max(1, |z^T q|)",
+        objective="|S - f S'|^2 - 2 <S k, i v>",
+        source="arXiv 2405.04517, eq. 19 to 27",
+        arguments=arguments, read_out_function=read_out, normalizer=True,
+    )  # fmt: skip
     default_output_gate = True
     gate_activation = "sigmoid"
     float32_parameters = ("decay_bias", "beta_bias")
@@ -164,15 +154,16 @@ class XLSTM7B(MLSTM):
     num_heads), and input biases of -10.
 
     Examples:
-        >>> import torch
         >>> y, state = XLSTM7B(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 2, 17, 8])
-
-    Source: arXiv 2503.13427, section 3.
     """
 
-    rule = CAPPED
+    rule = replace(
+        MLSTM.rule, name="xlstm_7b", title="mLSTM of xLSTM-7B", page="mlstm",
+        source="arXiv 2503.13427, section 3",
+        arguments=capped_arguments, read_out_function=capped_read_out,
+    )  # fmt: skip
     expand_k = 0.5
     expand_v = 2
 

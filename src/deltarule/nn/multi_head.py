@@ -41,35 +41,6 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
     return o.unflatten(2, (heads, -1)).sum(3)
 
 
-HEAD = replace(
-    deltanet.RULE, name="multi_head_deltanet", title="Multi-head DeltaNet", page="multi_head",
-    state_size="HV n V K",
-    recurrence="S_i = S_i (I - beta_i k_i k_i^T) + beta_i v_i k_i^T", read_out="o = sum_i S_i q_i",
-    source="blog post 'Multi-Head DeltaNet', its table",
-    arguments=arguments, read_out_function=read_out,
-)  # fmt: skip
-KEY_VALUE = replace(
-    HEAD, name="multi_kv_deltanet", title="Multi-KV DeltaNet", read_out="o = sum_i S_i q"
-)
-VALUE = replace(
-    KEY_VALUE, name="multi_value_deltanet", title="Multi-value DeltaNet",
-    recurrence="S_i = S_i (I - beta k k^T) + beta v_i k^T",
-)  # fmt: skip
-KEY = replace(
-    KEY_VALUE, name="multi_key_deltanet", title="Multi-key DeltaNet",
-    recurrence="S_i = S_i (I - beta_i k_i k_i^T) + beta_i v k_i^T",
-)  # fmt: skip
-QUERY = replace(
-    HEAD, name="multi_query_deltanet", title="Multi-query DeltaNet", state_size="HV V K",
-    recurrence="S = S (I - beta k k^T) + beta v k^T", read_out="o = S sum_i q_i",
-)  # fmt: skip
-BLOCK = replace(
-    KEY, name="block_deltanet", title="Block DeltaNet",
-    read_out="o = sum_i S_i q_i",
-    source="arXiv 2406.06484, section 5.3 (future work: block-diagonal Householder matrices)",
-)  # fmt: skip
-
-
 class MultiHeadDeltaNet(deltanet.DeltaNet):
     """num_heads heads of num_slots DeltaNets, each with its own q, k, v, beta and state, summed.
 
@@ -78,15 +49,18 @@ class MultiHeadDeltaNet(deltanet.DeltaNet):
     Defaults: DeltaNet's, with two slots. num_v_heads is num_heads.
 
     Examples:
-        >>> import torch
         >>> y, state = MultiHeadDeltaNet(32, num_heads=2, num_slots=3)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 6, 16, 16])
-
-    Source: the blog post "Multi-Head DeltaNet".
     """
 
-    rule = HEAD
+    rule = replace(
+        deltanet.DeltaNet.rule, name="multi_head_deltanet", title="Multi-head DeltaNet",
+        page="multi_head", state_size="HV n V K",
+        recurrence="S_i = S_i (I - beta_i k_i k_i^T) + beta_i v_i k_i^T",
+        read_out="o = sum_i S_i q_i", source="blog post 'Multi-Head DeltaNet', its table",
+        arguments=arguments, read_out_function=read_out,
+    )  # fmt: skip
     # What heads share is what the layer's name says.
     options = deltanet.DeltaNet.options - {"num_v_heads"} | {"num_slots"}
     default_num_slots = 2
@@ -114,7 +88,12 @@ class MultiKVDeltaNet(MultiHeadDeltaNet):
         torch.Size([32, 32])
     """
 
-    rule = KEY_VALUE
+    rule = replace(
+        MultiHeadDeltaNet.rule,
+        name="multi_kv_deltanet",
+        title="Multi-KV DeltaNet",
+        read_out="o = sum_i S_i q",
+    )
     own = ("k", "v", "beta")
 
 
@@ -127,7 +106,10 @@ class MultiValueDeltaNet(MultiHeadDeltaNet):
         (torch.Size([32, 32]), torch.Size([64, 32]))
     """
 
-    rule = VALUE
+    rule = replace(
+        MultiKVDeltaNet.rule, name="multi_value_deltanet", title="Multi-value DeltaNet",
+        recurrence="S_i = S_i (I - beta k k^T) + beta v_i k^T",
+    )  # fmt: skip
     own = ("v",)
 
 
@@ -139,7 +121,10 @@ class MultiKeyDeltaNet(MultiHeadDeltaNet):
         torch.Size([32, 32])
     """
 
-    rule = KEY
+    rule = replace(
+        MultiKVDeltaNet.rule, name="multi_key_deltanet", title="Multi-key DeltaNet",
+        recurrence="S_i = S_i (I - beta_i k_i k_i^T) + beta_i v k_i^T",
+    )  # fmt: skip
     own = ("k", "beta")
 
 
@@ -147,13 +132,16 @@ class MultiQueryDeltaNet(MultiHeadDeltaNet):
     """One key, value, write strength and state a head, read by several queries.
 
     Examples:
-        >>> import torch
         >>> y, state = MultiQueryDeltaNet(32, num_heads=2, num_slots=3)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 2, 16, 16])
     """
 
-    rule = QUERY
+    rule = replace(
+        MultiHeadDeltaNet.rule, name="multi_query_deltanet", title="Multi-query DeltaNet",
+        state_size="HV V K", recurrence="S = S (I - beta k k^T) + beta v k^T",
+        read_out="o = S sum_i q_i",
+    )  # fmt: skip
     own = ("q",)
 
 
@@ -165,13 +153,14 @@ class BlockDeltaNet(MultiHeadDeltaNet):
     the state is block i.
 
     Examples:
-        >>> import torch
         >>> layer = BlockDeltaNet(32, num_heads=2, num_slots=4, head_k_dim=8)
         >>> layer.k_proj.weight.shape, layer(torch.zeros(1, 5, 32))[1]["recurrent"].shape
         (torch.Size([64, 32]), torch.Size([1, 8, 8, 8]))
-
-    Source: arXiv 2406.06484, section 5.3.
     """
 
-    rule = BLOCK
+    rule = replace(
+        MultiKeyDeltaNet.rule, name="block_deltanet", title="Block DeltaNet",
+        read_out="o = sum_i S_i q_i",
+        source="arXiv 2406.06484, section 5.3 (future work: block-diagonal Householder matrices)",
+    )  # fmt: skip
     own = ("q", "k", "beta")

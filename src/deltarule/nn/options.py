@@ -97,13 +97,15 @@ ALWAYS = ("hidden_size", "num_heads")
 
 
 def document(layer: Any, base: Any) -> None:
-    """Let `help` show the arguments that a layer takes; base has the constructor and says all."""
+    """Let `help` show the arguments that a layer takes, which base describes, and its source."""
     parameters = dict(list(inspect.signature(layer.__init__).parameters.items())[1:])
     if layer.__init__ is base.__init__ and hasattr(layer, "rule"):
         taken = [name for name in parameters if name in ALWAYS or layer.takes(name)]
         parameters = {name: parameters[name] for name in taken}
         if layer.__doc__ and base.__doc__ and "Args:" not in layer.__doc__:
             layer.__doc__ = with_arguments(layer.__doc__, base.__doc__, list(parameters))
+    if layer.__doc__ and hasattr(layer, "rule") and "Source:" not in layer.__doc__:
+        layer.__doc__ = f"{layer.__doc__.rstrip()}\n\n    Source: {layer.rule.source}.\n    "
     layer.__signature__ = inspect.Signature(list(parameters.values()))
 
 

@@ -21,15 +21,6 @@ def arguments(projections: Projections) -> Arguments:
     return projections.qkv | {"beta": None, "log_decay": log_decay}
 
 
-RULE = Rule(
-    name="retnet", title="RetNet", decay="constant", erase="none",
-    recurrence="S = g_h S + v k^T",
-    objective="|S - g S'|^2 - 2 <S k, v>",
-    source="arXiv 2307.08621, eq. 6 and 8",
-    arguments=arguments,
-)  # fmt: skip
-
-
 class RetNet(DeltaMixer):
     """RetNet: S = g_h S + v k^T with g_h = 1 - 2^(-5 - h), and RoPE on q and k.
 
@@ -39,15 +30,18 @@ class RetNet(DeltaMixer):
     convolution, output gate SiLU.
 
     Examples:
-        >>> import torch
         >>> y, state = RetNet(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["length"]
         tensor([5])
-
-    Source: arXiv 2307.08621, eq. 8.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="retnet", title="RetNet", decay="constant", erase="none",
+        recurrence="S = g_h S + v k^T",
+        objective="|S - g S'|^2 - 2 <S k, v>",
+        source="arXiv 2307.08621, eq. 6 and 8",
+        arguments=arguments,
+    )  # fmt: skip
     counts = True
     expand_v = 2
     default_output_gate = True

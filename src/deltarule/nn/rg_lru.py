@@ -4,24 +4,15 @@ h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)        o_t = h_t
 a_t = sigmoid(Lambda)^(8 r_t), r_t = sigmoid(W_a x_t + b_a), i_t = sigmoid(W_x x_t + b_x)
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter
-from deltarule.nn.roles import Role
 from deltarule.nn.rule import System
 from deltarule.nn.vector_mixer import VectorMixer
 
-SYSTEM = System(
-    name="rg_lru", title="RG-LRU (Griffin, Hawk)", operator="selective_scan", decay="element",
-    erase="none", state_size="HV V",
-    recurrence="h = a * h + sqrt(1 - a^2) * (i * x)", read_out="o = h",
-    source="arXiv 2402.19427, eq. 1 to 4",
-)  # fmt: skip
 # What a gate of one raises the rate to.
 POWER = 8.0
 # a where the gate is one, at first.
@@ -52,7 +43,6 @@ class RGLRU(VectorMixer):
     gate GELU; a from 0.9 to 0.999 where its gate is one.
 
     Examples:
-        >>> import torch
         >>> y, state = RGLRU(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 2, 16, 1])
@@ -60,13 +50,18 @@ class RGLRU(VectorMixer):
     Source: arXiv 2402.19427, section 2.4.
     """
 
-    rule = SYSTEM
+    rule = System(
+        name="rg_lru", title="RG-LRU (Griffin, Hawk)", operator="selective_scan", decay="element",
+        erase="none", state_size="HV V",
+        recurrence="h = a * h + sqrt(1 - a^2) * (i * x)", read_out="o = h",
+        source="arXiv 2402.19427, eq. 1 to 4",
+    )  # fmt: skip
     default_conv_size = 4
     default_output_gate = True
     gate_activation = "gelu"
     counts = True
     float32_parameters = ("rate", "a_bias", "i_bias")
-    roles: ClassVar[dict[str, Role]] = {"a_weight": "gate", "i_weight": "gate"}
+    roles = {"a_weight": "gate", "i_weight": "gate"}
     a_weight: nn.Parameter
     i_weight: nn.Parameter
     a_bias: nn.Parameter

@@ -7,9 +7,6 @@ Both sums are kept times e^{-m_t}, with m_t = max(m_{t-1} - w, k_t), which cance
 is given each write one token late, and so reads the sums before it.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -21,13 +18,6 @@ from deltarule.nn.running_maximum import change_of_scale, maximum_before, runnin
 from deltarule.nn.token_shift import first_shares, shifted
 from deltarule.nn.vector_mixer import VectorMixer
 
-SYSTEM = System(
-    name="rwkv4", title="RWKV-4", operator="selective_scan", decay="constant", erase="none",
-    state_size="3 HV V",
-    recurrence="a = e^{-w} a' + e^k v, b = e^{-w} b' + e^k",
-    read_out="o = (a' + e^{u + k} v) / (b' + e^{u + k})",
-    source="arXiv 2305.13048, eq. 16 and appendix D",
-)  # fmt: skip
 # The maximum of no token: e^-m of it is nothing to any other, and sums of it are finite.
 NOTHING = -1e30
 # What each projection reads, and how fast its share of the token before falls with the channel.
@@ -44,7 +34,6 @@ class RWKV4(VectorMixer):
     Defaults: head_v_dim = hidden_size / num_heads, output gate sigmoid (the paper's receptance).
 
     Examples:
-        >>> import torch
         >>> y, state = RWKV4(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["stabilizer"].shape
         (torch.Size([1, 2, 32, 1]), torch.Size([1, 2, 16]))
@@ -52,13 +41,19 @@ class RWKV4(VectorMixer):
     Source: arXiv 2305.13048, section 3, and the authors' starting values.
     """
 
-    rule = SYSTEM
+    rule = System(
+        name="rwkv4", title="RWKV-4", operator="selective_scan", decay="constant", erase="none",
+        state_size="3 HV V",
+        recurrence="a = e^{-w} a' + e^k v, b = e^{-w} b' + e^k",
+        read_out="o = (a' + e^{u + k} v) / (b' + e^{u + k})",
+        source="arXiv 2305.13048, eq. 16 and appendix D",
+    )  # fmt: skip
     options = VectorMixer.options - {"conv_size", "conv_bias"}
     convolved = ()
     default_output_gate = True
     gate_activation = "sigmoid"
     shifts = True
-    first_values: ClassVar[Mapping[str, float]] = {"stabilizer": NOTHING}
+    first_values = {"stabilizer": NOTHING}
     float32_parameters = ("shift_mix", "A_log", "bonus")
     k_proj: nn.Module
     v_proj: nn.Module

@@ -4,8 +4,6 @@ S_t = S_{t-1} Diag(a_t) + v_t k_t^T        o_t = (S_{t-1} + v_t (u * k_t)^T) q_t
 a_t = exp(-exp(decay_logits_t))
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +13,6 @@ from deltarule.nn.documents import last_token, token_before
 from deltarule.nn.gates import computed, float32_parameter, low_rank
 from deltarule.nn.layout import split
 from deltarule.nn.norm import GatedGroupNorm
-from deltarule.nn.roles import Role
 from deltarule.nn.rule import Arguments, Projections, Rule
 from deltarule.nn.token_shift import first_shares
 
@@ -48,15 +45,6 @@ def log_decay(projections: Projections) -> Tensor:
     return -computed(projections.need("decay_logits")).clamp(max=LARGEST).exp()
 
 
-RULE = Rule(
-    name="rwkv6", title="RWKV-6", decay="channel", erase="none",
-    recurrence="S = S' Diag(a) + v k^T", read_out="o = (S' + v (u * k)^T) q",
-    objective="|S - S' Diag(a)|^2 - 2 <S k, v>",
-    source="arXiv 2404.05892, section 4 (2406.06484, table 4, prints the bonus on value channels)",
-    arguments=arguments, read_out_function=read_out, final_state=final_state,
-)  # fmt: skip
-
-
 GROUP_NORM_EPS = 64e-5
 MIX_RANK, DECAY_RANK = 32, 64
 # What each projection reads, and how fast its share of the token before falls with the channel.
@@ -74,7 +62,6 @@ class RWKV6(DeltaMixer):
     as key heads.
 
     Examples:
-        >>> import torch
         >>> y, state = RWKV6(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> sorted(state), state["shift"].shape
         (['recurrent', 'shift'], torch.Size([1, 1, 32]))
@@ -82,12 +69,19 @@ class RWKV6(DeltaMixer):
     Source: arXiv 2404.05892, section 4, and the authors' starting values.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="rwkv6", title="RWKV-6", decay="channel", erase="none",
+        recurrence="S = S' Diag(a) + v k^T", read_out="o = (S' + v (u * k)^T) q",
+        objective="|S - S' Diag(a)|^2 - 2 <S k, v>",
+        source="arXiv 2404.05892, section 4 "
+        "(2406.06484, table 4, prints the bonus on value channels)",
+        arguments=arguments, read_out_function=read_out, final_state=final_state,
+    )  # fmt: skip
     shifts = True
     default_output_gate = True
     options = DeltaMixer.options - {"num_v_heads", "conv_size", "norm_eps"}
     float32_parameters = ("first_mix", "shift_mix", "decay_bias", "bonus")
-    roles: ClassVar[dict[str, Role]] = {"mix_down": "gate", "mix_up": "gate"}
+    roles = {"mix_down": "gate", "mix_up": "gate"}
 
     a_proj: nn.Module
 

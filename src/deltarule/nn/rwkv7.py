@@ -8,7 +8,7 @@ o_t = S_t q_t, normalised, + (q_t * k'_t * bonus summed over channels) v_t
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,6 @@ from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gates import computed, float32_parameter, low_rank
 from deltarule.nn.layout import split
 from deltarule.nn.norm import GatedGroupNorm
-from deltarule.nn.roles import Role
 from deltarule.nn.rule import Arguments, Projections, Rule
 from deltarule.nn.token_shift import first_shares, shifted
 
@@ -49,16 +48,6 @@ def written_key(projections: Projections) -> Tensor:
     return projections.k * (1 + (rate - 1) * projections.need("replace_scale"))
 
 
-RULE = Rule(
-    name="rwkv7", title="RWKV-7", operator="dplr", decay="channel", erase="free",
-    recurrence="S = S (Diag(w) - u (eta * u)^T) + v k'^T",
-    read_out="o = norm(S q) + (q . (bonus * k')) v",
-    objective="|S - S' Diag(w)|^2 + 2 <S (eta * u), S' u> - 2 <S k', v>",
-    source="arXiv 2503.14456, section 4",
-    arguments=arguments, read_out_function=read_out,
-)  # fmt: skip
-
-
 # Where the first layer leaves its values for the layers after it.
 FIRST_VALUES = "rwkv7_first_values"
 GROUP_NORM_EPS = 64e-5
@@ -82,7 +71,6 @@ class RWKV7(DeltaMixer):
     as key heads.
 
     Examples:
-        >>> import torch
         >>> y, state = RWKV7(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> sorted(state), state["shift"].shape
         (['recurrent', 'shift'], torch.Size([1, 1, 32]))
@@ -90,7 +78,14 @@ class RWKV7(DeltaMixer):
     Source: arXiv 2503.14456, section 4 and appendix on initialisation.
     """
 
-    rule = RULE
+    rule = Rule(
+        name="rwkv7", title="RWKV-7", operator="dplr", decay="channel", erase="free",
+        recurrence="S = S (Diag(w) - u (eta * u)^T) + v k'^T",
+        read_out="o = norm(S q) + (q . (bonus * k')) v",
+        objective="|S - S' Diag(w)|^2 + 2 <S (eta * u), S' u> - 2 <S k', v>",
+        source="arXiv 2503.14456, section 4",
+        arguments=arguments, read_out_function=read_out,
+    )  # fmt: skip
     of_tokens = (FIRST_VALUES,)
     shifts = True
     default_output_gate = True
@@ -100,7 +95,7 @@ class RWKV7(DeltaMixer):
         *("erase_scale", "replace_scale", "bonus"),
     )
     # The authors decay large projections and none of the small maps.
-    roles: ClassVar[dict[str, Role]] = dict.fromkeys(("erase_proj", "value_proj", "g_proj"), "gate")
+    roles = dict.fromkeys(("erase_proj", "value_proj", "g_proj"), "gate")
 
     value_bias: nn.Parameter | None
     a_proj: nn.Module

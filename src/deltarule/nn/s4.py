@@ -28,15 +28,6 @@ def arguments(v: Tensor, *, log_step: Tensor, A_log: Tensor, B: Tensor, C: Tenso
     return {"q": C, "k": B, "v": v, "delta": delta, "A": -A_log.exp(), "scale": 1.0}
 
 
-SYSTEM = System(
-    name="s4", title="S4 (elementwise form)", operator="selective_scan", decay="element",
-    erase="none", state_size="HV V K",
-    recurrence="S = S * exp(-(dt 1^T) * exp(A_log)) + B * (v 1^T)",
-    read_out="o = (S * C) 1 + D * v",
-    source="arXiv 2406.06484, table 4; real diagonal and starting values of arXiv 2206.11893",
-)  # fmt: skip
-
-
 # Tokens of a block, whose powers of a are one matrix of each filter.
 BLOCK = 256
 
@@ -93,7 +84,6 @@ class S4(ScanMixer):
     exp(A_log) from 1 to 16, dt log-uniform in [1e-3, 1e-1], B = dt, C normal, D of ones.
 
     Examples:
-        >>> import torch
         >>> y, state = S4(32, num_heads=1)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 1, 64, 16])
@@ -101,7 +91,13 @@ class S4(ScanMixer):
     Source: arXiv 2406.06484, table 4; arXiv 2206.11893, section 3 (S4D-Real).
     """
 
-    rule = SYSTEM
+    rule = System(
+        name="s4", title="S4 (elementwise form)", operator="selective_scan", decay="element",
+        erase="none", state_size="HV V K",
+        recurrence="S = S * exp(-(dt 1^T) * exp(A_log)) + B * (v 1^T)",
+        read_out="o = (S * C) 1 + D * v",
+        source="arXiv 2406.06484, table 4; real diagonal and starting values of arXiv 2206.11893",
+    )  # fmt: skip
     convolves: bool = False
     float32_parameters = ("A_log", "log_step", "B", "C", "D")
 

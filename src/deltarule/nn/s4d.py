@@ -43,15 +43,6 @@ def evenly_spaced(states: int) -> Tensor:
 # Imaginary parts of the first A, by the name that `spectrum` says; the real parts are -1/2.
 IMAGINARY_PARTS = {"legs": legs, "inv": inverse, "lin": evenly_spaced}
 
-SYSTEM = System(
-    name="s4d", title="S4D (complex diagonal)", operator="selective_scan", decay="element",
-    erase="none", page="s4", state_size="2 HV V K",
-    recurrence="h = e^{dt A} * h + B * (e^{dt A} - 1) / A * (v 1^T)",
-    read_out="o = 2 Re(h * C) 1 + D * v",
-    source="arXiv 2206.11893, sections 3 and 4",
-    forms="recurrent, chunked by matrix products",
-)  # fmt: skip
-
 
 def filters(log_step: Tensor, A_log: Tensor, frequency: Tensor, B: Tensor, C: Tensor) -> Filters:
     """Zero-order hold: a = e^{dt A}, b = B (a - 1) / A, with A = -exp(A_log) + i frequency."""
@@ -97,15 +88,19 @@ class S4D(ScanMixer):
     ones, C normal, D of ones.
 
     Examples:
-        >>> import torch
         >>> y, state = S4D(32, num_heads=1)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 1, 64, 64])
-
-    Source: arXiv 2206.11893, section 4.
     """
 
-    rule = SYSTEM
+    rule = System(
+        name="s4d", title="S4D (complex diagonal)", operator="selective_scan", decay="element",
+        erase="none", page="s4", state_size="2 HV V K",
+        recurrence="h = e^{dt A} * h + B * (e^{dt A} - 1) / A * (v 1^T)",
+        read_out="o = 2 Re(h * C) 1 + D * v",
+        source="arXiv 2206.11893, sections 3 and 4",
+        forms="recurrent, chunked by matrix products",
+    )  # fmt: skip
     options = ScanMixer.options | {"spectrum"}
     float32_parameters = ("A_log", "frequency", "log_step", "B", "C", "D")
 

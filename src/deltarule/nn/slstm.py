@@ -4,8 +4,6 @@ i, f, z, o = W x + R h_{t-1}        c_t = sigmoid(f) c_{t-1} + e^i tanh(z)
 h_t = sigmoid(o) c_t / n_t          n_t = sigmoid(f) n_{t-1} + e^i
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -16,17 +14,7 @@ from deltarule.nn.layout import split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import GatedGroupNorm
 from deltarule.nn.options import COMMON
-from deltarule.nn.roles import Role
 from deltarule.nn.rule import System
-
-SYSTEM = System(
-    name="slstm", title="sLSTM", operator="slstm", decay="channel", erase="none",
-    state_size="4 HV V",
-    recurrence="c = f * c + e^i * tanh(z), n = f * n + e^i, each gate of x and h'",
-    read_out="h = sigmoid(o) * c / n",
-    source="arXiv 2405.04517, eq. 8 to 17, with sigmoid forget gates",
-    forms="recurrent, side by side, GPU kernel",
-)  # fmt: skip
 
 # Biases of the forget gates at the start, from the first channel of a head to its last.
 FORGET_BIASES = 3.0, 6.0
@@ -52,13 +40,20 @@ class SLSTM(Mixer):
     Source: arXiv 2405.04517, section 2.2 and appendix A, and its code.
     """
 
-    rule = SYSTEM
+    rule = System(
+        name="slstm", title="sLSTM", operator="slstm", decay="channel", erase="none",
+        state_size="4 HV V",
+        recurrence="c = f * c + e^i * tanh(z), n = f * n + e^i, each gate of x and h'",
+        read_out="h = sigmoid(o) * c / n",
+        source="arXiv 2405.04517, eq. 8 to 17, with sigmoid forget gates",
+        forms="recurrent, side by side, GPU kernel",
+    )  # fmt: skip
     options = COMMON - {"head_v_dim"}
     default_conv_size = 4
     convolved = ("x",)
     linear_state = False
     float32_parameters = ("gate_bias",)
-    roles: ClassVar[dict[str, Role]] = {"i_proj": "gate", "f_proj": "gate", "recurrent": "gate"}
+    roles = {"i_proj": "gate", "f_proj": "gate", "recurrent": "gate"}
     x_conv: nn.Module
 
     def build_projections(self) -> None:

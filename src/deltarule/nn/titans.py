@@ -5,7 +5,6 @@ M_t = a_t M_{t-1} + S_t        o_t = M_t(q_t)
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,29 +14,9 @@ from deltarule import ops
 from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter, unit
 from deltarule.nn.memory_mixer import MemoryMixer
-from deltarule.nn.roles import Role
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.state import State
 from deltarule.shapes import TitansState
-
-LINEAR = System(
-    name="titans_linear", title="Titans, linear memory", operator="titans", decay="head",
-    erase="gradient", page="titans", state_size="3 HV V K + 1",
-    recurrence="S = eta S - theta 2 (M_0 k - v) k^T, M = a M + S, M_0 from mini-batches of 16",
-    read_out="o = M q",
-    objective="|M k - v|^2, with momentum and weight decay",
-    source="arXiv 2501.00663, eq. 8 to 15",
-    forms="recurrent, chunked, GPU kernel of the scan",
-)  # fmt: skip
-
-MLP = replace(
-    LINEAR, name="titans_mlp", title="Titans, MLP memory", state_size="3 HV 2K (K + V) + 1",
-    recurrence="S = eta S - theta grad |M_0(k) - v|^2, M = a M + S for both maps of the MLP",
-    read_out="o = M_2 gelu(M_1 q)",
-    objective="|M_2 gelu(M_1 k) - v|^2, with momentum and weight decay",
-    forms="recurrent, chunked, GPU kernel of the scan",
-)  # fmt: skip
-
 
 # So large that at first a memory keeps about 1 - 1 / 1100 of itself with each token: the gradients
 # of an MLP vanish with its weights, and a memory that has decayed to zero stays there.
@@ -66,17 +45,23 @@ class TitansLinear(MemoryMixer):
         >>> y, state = TitansLinear(32, num_heads=2)(torch.zeros(1, 21, 32))
         >>> state["recurrent"].shape, state["position"]
         (torch.Size([1, 2, 16, 16]), tensor([5]))
-
-    Source: arXiv 2501.00663, section 3 and 4.4.
     """
 
-    rule = LINEAR
+    rule = System(
+        name="titans_linear", title="Titans, linear memory", operator="titans", decay="head",
+        erase="gradient", page="titans", state_size="3 HV V K + 1",
+        recurrence="S = eta S - theta 2 (M_0 k - v) k^T, M = a M + S, M_0 from mini-batches of 16",
+        read_out="o = M q",
+        objective="|M k - v|^2, with momentum and weight decay",
+        source="arXiv 2501.00663, eq. 8 to 15",
+        forms="recurrent, chunked, GPU kernel of the scan",
+    )  # fmt: skip
     default_output_gate = True
     # Share of the largest rate with which mini-batches of equal keys do not overshoot.
-    share_of_rate: ClassVar[float] = 1.0
+    share_of_rate = 1.0
     parts = ("recurrent", "momentum", "anchor")
     float32_parameters = ("decay_bias",)
-    roles: ClassVar[dict[str, Role]] = {"m_proj": "gate"}
+    roles = {"m_proj": "gate"}
     q_proj: nn.Module
 
     def build_gates(self) -> None:
@@ -135,12 +120,17 @@ class TitansMLP(TitansLinear):
         >>> y, state = TitansMLP(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["recurrent_2"].shape
         (torch.Size([1, 2, 32, 16]), torch.Size([1, 2, 16, 32]))
-
-    Source: arXiv 2501.00663, section 3 and 4.4.
     """
 
-    rule = MLP
-    share_of_rate: ClassVar[float] = 0.1
+    rule = replace(
+        TitansLinear.rule, name="titans_mlp", title="Titans, MLP memory",
+        state_size="3 HV 2K (K + V) + 1",
+        recurrence="S = eta S - theta grad |M_0(k) - v|^2, M = a M + S for both maps of the MLP",
+        read_out="o = M_2 gelu(M_1 q)",
+        objective="|M_2 gelu(M_1 k) - v|^2, with momentum and weight decay",
+        forms="recurrent, chunked, GPU kernel of the scan",
+    )  # fmt: skip
+    share_of_rate = 0.1
 
     def bounded(self, v: Tensor) -> Tensor:
         """v, at most of norm 4 for each token and head."""

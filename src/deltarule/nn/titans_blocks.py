@@ -8,7 +8,6 @@ Packed documents are laid out as rows.
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,22 +18,10 @@ from deltarule.nn.checks import check_even, check_state, default, positive
 from deltarule.nn.layout import Layout, by_token, in_rows, make_layout, split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import RMSNorm
-from deltarule.nn.roles import Role
 from deltarule.nn.rotation import rotate
 from deltarule.nn.state import State
-from deltarule.nn.titans import MLP, TitansMLP
+from deltarule.nn.titans import TitansMLP
 
-MAG = replace(
-    MLP, name="titans_mag", title="Titans, memory as gate", page="titans_blocks",
-    state_size="3 HV 2K (K + V) + W HV (K + V)",
-    recurrence="y = Attention(p | x), M = M + x", read_out="o = norm(y) * sigmoid(norm(M(x)))",
-    source="arXiv 2501.00663, section 4, eq. 26 to 28",
-)  # fmt: skip
-MAL = replace(
-    MAG, name="titans_mal", title="Titans, memory as layer",
-    recurrence="M = M + x", read_out="o = Attention(M(x))",
-    source="arXiv 2501.00663, section 4, eq. 29 to 31",
-)  # fmt: skip
 WINDOW, PERSISTENT = 128, 4
 # What the memory has as the layer has it.
 SIZES = ("num_heads", "head_k_dim", "head_v_dim")
@@ -53,15 +40,17 @@ class TitansMAG(Mixer):
     for the memory those of `TitansMLP`.
 
     Examples:
-        >>> import torch
         >>> y, state = TitansMAG(32, num_heads=2, window=8)(torch.zeros(1, 5, 32))
         >>> state["keys"].shape, state["length"]
         (torch.Size([1, 7, 32]), tensor([9]))
-
-    Source: arXiv 2501.00663, section 4.2.
     """
 
-    rule = MAG
+    rule = replace(
+        TitansMLP.rule, name="titans_mag", title="Titans, memory as gate", page="titans_blocks",
+        state_size="3 HV 2K (K + V) + W HV (K + V)",
+        recurrence="y = Attention(p | x), M = M + x", read_out="o = norm(y) * sigmoid(norm(M(x)))",
+        source="arXiv 2501.00663, section 4, eq. 26 to 28",
+    )  # fmt: skip
     options = TitansMLP.options | {"window", "num_persistent", "rope_theta"}
     default_conv_size = TitansMLP.default_conv_size
     default_output_gate = TitansMLP.default_output_gate
@@ -69,10 +58,10 @@ class TitansMAG(Mixer):
     linear_state = False
     heads_alone = False
     float32_parameters = ("memory.decay_bias",)
-    roles: ClassVar[dict[str, Role]] = {"persistent": "start"}
+    roles = {"persistent": "start"}
     # Whether the memory reads the learned tokens, and whether attention always sees them.
-    remembers_start: ClassVar[bool] = True
-    sees_start: ClassVar[bool] = True
+    remembers_start = True
+    sees_start = True
     memory: TitansMLP
 
     def check_options(self) -> None:
@@ -217,15 +206,16 @@ class TitansMAL(TitansMAG):
     Defaults: as `TitansMAG`.
 
     Examples:
-        >>> import torch
         >>> y, state = TitansMAL(32, num_heads=2, window=8)(torch.zeros(1, 5, 32))
         >>> state["keys"].shape, state["length"]
         (torch.Size([1, 7, 32]), tensor([9]))
-
-    Source: arXiv 2501.00663, section 4.3.
     """
 
-    rule = MAL
+    rule = replace(
+        TitansMAG.rule, name="titans_mal", title="Titans, memory as layer",
+        recurrence="M = M + x", read_out="o = Attention(M(x))",
+        source="arXiv 2501.00663, section 4, eq. 29 to 31",
+    )  # fmt: skip
     sees_start = False
 
     def build_norm(self) -> nn.Module:

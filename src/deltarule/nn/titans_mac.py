@@ -16,15 +16,7 @@ from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import unit
 from deltarule.nn.layout import split
 from deltarule.nn.state import State
-from deltarule.nn.titans_blocks import MAG, TitansMAG
-
-MAC = replace(
-    MAG, name="titans_mac", title="Titans, memory as context",
-    state_size="5 HV 2K (K + V) + 2 W HV (K + V)",
-    recurrence="h = M'(x), y = Attention(p | h | x), M = M + y, M' = M after each segment",
-    read_out="o = norm(y) * sigmoid(norm(M(y)))",
-    source="arXiv 2501.00663, section 4, eq. 21 to 25",
-)  # fmt: skip
+from deltarule.nn.titans_blocks import TitansMAG
 
 
 class TitansMAC(TitansMAG):
@@ -39,15 +31,18 @@ class TitansMAC(TitansMAG):
     Defaults: as `TitansMAG`; segments of 128.
 
     Examples:
-        >>> import torch
         >>> y, state = TitansMAC(32, num_heads=2, window=8)(torch.zeros(1, 5, 32))
         >>> state["keys"].shape, state["length"]
         (torch.Size([1, 8, 64]), tensor([5]))
-
-    Source: arXiv 2501.00663, section 4.1.
     """
 
-    rule = MAC
+    rule = replace(
+        TitansMAG.rule, name="titans_mac", title="Titans, memory as context",
+        state_size="5 HV 2K (K + V) + 2 W HV (K + V)",
+        recurrence="h = M'(x), y = Attention(p | h | x), M = M + y, M' = M after each segment",
+        read_out="o = norm(y) * sigmoid(norm(M(y)))",
+        source="arXiv 2501.00663, section 4, eq. 21 to 25",
+    )  # fmt: skip
     remembers_start = False
 
     def kept_rows(self) -> int:

@@ -5,7 +5,6 @@ o_t = q_t + LN(W_t q_t)
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,29 +14,9 @@ from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import check_even
 from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.memory_mixer import MemoryMixer
-from deltarule.nn.roles import Role
 from deltarule.nn.rotation import rotate
 from deltarule.nn.rule import Arguments, System
 from deltarule.shapes import TTTState
-
-LINEAR = System(
-    name="ttt_linear", title="TTT-Linear", operator="ttt", decay="none", erase="gradient",
-    page="ttt", state_size="2 HV K (K + 1) + 1",
-    recurrence="W = W_0 - s sum_i eta_i grad loss_i(W_0), i up to t in mini-batches of 16",
-    read_out="o = q + LN(W q)",
-    objective="|k + LN(W k) - v|^2 / 2",
-    source="arXiv 2407.04620, sections 2.1 to 2.7",
-    forms="recurrent, chunked, GPU kernel of the scan",
-)  # fmt: skip
-
-MLP = replace(
-    LINEAR, name="ttt_mlp", title="TTT-MLP", state_size="2 HV (4K (K + 1) + K (4K + 1)) + 1",
-    recurrence="W = W_0 - s sum_i eta_i grad loss_i(W_0) for both maps of the MLP",
-    read_out="o = q + LN(W_2 gelu(W_1 q))",
-    objective="|k + LN(W_2 gelu(W_1 k)) - v|^2 / 2",
-    forms="recurrent, chunked, GPU kernel of the scan",
-)  # fmt: skip
-
 
 INNER_NORM_EPS = 1e-6
 FIRST_WEIGHT = 0.02
@@ -61,19 +40,25 @@ class TTTLinear(MemoryMixer):
         >>> y, state = TTTLinear(32, num_heads=2)(torch.zeros(1, 21, 32))
         >>> state["recurrent"].shape, state["position"]
         (torch.Size([1, 2, 16, 17]), tensor([5]))
-
-    Source: arXiv 2407.04620, section 2, and its code.
     """
 
-    rule = LINEAR
+    rule = System(
+        name="ttt_linear", title="TTT-Linear", operator="ttt", decay="none", erase="gradient",
+        page="ttt", state_size="2 HV K (K + 1) + 1",
+        recurrence="W = W_0 - s sum_i eta_i grad loss_i(W_0), i up to t in mini-batches of 16",
+        read_out="o = q + LN(W q)",
+        objective="|k + LN(W k) - v|^2 / 2",
+        source="arXiv 2407.04620, sections 2.1 to 2.7",
+        forms="recurrent, chunked, GPU kernel of the scan",
+    )  # fmt: skip
     options = MemoryMixer.options - {"head_v_dim"}
     default_conv_size = 0
     norm_of_all = True
     gate_activation = "gelu"
-    base_rate: ClassVar[float] = 1.0
+    base_rate = 1.0
     parts = ("recurrent", "gradient")
     float32_parameters = ("step_offset",)
-    roles: ClassVar[dict[str, Role]] = {"inner_norm_weight": "scale", "inner_norm_bias": "scale"}
+    roles = {"inner_norm_weight": "scale", "inner_norm_bias": "scale"}
 
     def check_options(self) -> None:
         check_even("head_k_dim", self.head_k_dim)
@@ -130,12 +115,17 @@ class TTTMLP(TTTLinear):
         >>> y, state = TTTMLP(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["recurrent_2"].shape
         (torch.Size([1, 2, 64, 17]), torch.Size([1, 2, 16, 65]))
-
-    Source: arXiv 2407.04620, section 2, and its code.
     """
 
-    rule = MLP
-    base_rate: ClassVar[float] = 0.1
+    rule = replace(
+        TTTLinear.rule, name="ttt_mlp", title="TTT-MLP",
+        state_size="2 HV (4K (K + 1) + K (4K + 1)) + 1",
+        recurrence="W = W_0 - s sum_i eta_i grad loss_i(W_0) for both maps of the MLP",
+        read_out="o = q + LN(W_2 gelu(W_1 q))",
+        objective="|k + LN(W_2 gelu(W_1 k)) - v|^2 / 2",
+        forms="recurrent, chunked, GPU kernel of the scan",
+    )  # fmt: skip
+    base_rate = 0.1
 
     def map_sizes(self) -> list[tuple[int, int]]:
         inner = EXPANSION * self.head_k_dim

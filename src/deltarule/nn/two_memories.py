@@ -1,9 +1,7 @@
 """Layers that attend to a few slots: ABC and gated slot attention."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +13,6 @@ from deltarule.nn.gates import computed
 from deltarule.nn.layout import Layout, silence_padding, split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.options import COMMON
-from deltarule.nn.roles import Role
 from deltarule.nn.rule import Arguments, System
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import one_of_each
@@ -29,15 +26,6 @@ def abc_arguments(logits: Tensor, log_sum_before: Tensor, log_sum: Tensor) -> Ar
     return {"slots": (logits - log_sum).exp(), "log_decay": log_sum_before - log_sum}
 
 
-ABC_SYSTEM = System(
-    name="abc", title="Attention with Bounded-memory Control", operator="two_memories",
-    decay="channel", erase="none", state_size="H M (K + V + 1)",
-    recurrence="S^k = (S^k z' + k phi^T) / z, S^v = (S^v z' + v phi^T) / z, z = z' + phi",
-    read_out="o = S^v softmax((S^k)^T q)",
-    source="arXiv 2110.02488, eq. 6 and section 3.2 (ABC-MLP with exponential phi)",
-)  # fmt: skip
-
-
 # Keeps most decays near one, whatever the logit.
 TEMPERATURE = 8
 
@@ -48,13 +36,6 @@ def gsa_arguments(slot_logits: Tensor) -> Arguments:
     return {"slots": -torch.expm1(log_decay), "log_decay": log_decay, "scale": 1.0}
 
 
-GSA_SYSTEM = replace(
-    ABC_SYSTEM, name="gsa", title="Gated Slot Attention", state_size="H M (K + V)",
-    recurrence="S^k = S^k Diag(a) + k (1 - a)^T, S^v = S^v Diag(a) + v (1 - a)^T",
-    source="arXiv 2409.07146, eq. 8 and section 4",
-)  # fmt: skip
-
-
 # log 0, finite so that differences and gradients of it are.
 LOG_ZERO = -1e30
 
@@ -63,7 +44,7 @@ class SlotMixer(Mixer):
     """A layer over `two_memories`, whose slots are made by `slots`."""
 
     options = COMMON | {"num_slots"}
-    roles: ClassVar[dict[str, Role]] = {"s_proj": "gate"}
+    roles = {"s_proj": "gate"}
 
     def stream_sizes(self) -> dict[str, int]:
         return super().stream_sizes() | {"s": self.num_heads * self.num_slots}
@@ -95,35 +76,6 @@ class SlotMixer(Mixer):
         return out.o
 
 
-class GatedSlotAttention(SlotMixer):
-    """Gated slot attention: a slot forgets the share a of what it holds and takes in 1 - a.
-
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads and as many slots, SiLU on q, k, v
-    and the output, one norm of all heads, no convolution, no output gate.
-
-    Examples:
-        >>> import torch
-        >>> y, state = GatedSlotAttention(32, num_heads=2, num_slots=8)(torch.zeros(1, 5, 32))
-        >>> state["keys"].shape, state["recurrent"].shape
-        (torch.Size([1, 2, 8, 16]), torch.Size([1, 2, 16, 8]))
-
-    Source: arXiv 2409.07146, section 4.
-    """
-
-    rule = GSA_SYSTEM
-    norm_of_all = True
-
-    def streams(self, call: LayerCall) -> list[Tensor]:
-        """Inputs of the operator, after SiLU (a convolution applies its own)."""
-        return list(self.activated(*super().streams(call)))
-
-    def slots(self, logits: Tensor, call: LayerCall) -> Arguments:
-        return gsa_arguments(logits)
-
-    def read(self, call: LayerCall) -> Tensor:
-        return F.silu(super().read(call))
-
-
 class ABC(SlotMixer):
     """Attention with bounded-memory control: every slot holds a mean of keys, weighed by exp(s).
 
@@ -134,16 +86,19 @@ class ABC(SlotMixer):
     clamps s to [-32, 32]; neither is in the paper, nor here.
 
     Examples:
-        >>> import torch
         >>> y, state = ABC(32, num_heads=2, num_slots=4)(torch.zeros(1, 5, 32))
         >>> state["log_sum"][0, 0].exp().round()
         tensor([5., 5., 5., 5.], grad_fn=<RoundBackward0>)
-
-    Source: arXiv 2110.02488, section 3.2.
     """
 
-    rule = ABC_SYSTEM
-    first_values: ClassVar[Mapping[str, float]] = {"log_sum": LOG_ZERO}
+    rule = System(
+        name="abc", title="Attention with Bounded-memory Control", operator="two_memories",
+        decay="channel", erase="none", state_size="H M (K + V + 1)",
+        recurrence="S^k = (S^k z' + k phi^T) / z, S^v = (S^v z' + v phi^T) / z, z = z' + phi",
+        read_out="o = S^v softmax((S^k)^T q)",
+        source="arXiv 2110.02488, eq. 6 and section 3.2 (ABC-MLP with exponential phi)",
+    )  # fmt: skip
+    first_values = {"log_sum": LOG_ZERO}
     expand_k = 0.5
     expand_v = 2
     default_output_gate = True
@@ -164,6 +119,36 @@ class ABC(SlotMixer):
         log_sum = layout.without_history(sums[:, 1:], 1)
         arguments = abc_arguments(weighed, earlier, log_sum)
         return {name: x.unflatten(2, shape) for name, x in arguments.items()}
+
+
+class GatedSlotAttention(SlotMixer):
+    """Gated slot attention: a slot forgets the share a of what it holds and takes in 1 - a.
+
+    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads and as many slots, SiLU on q, k, v
+    and the output, one norm of all heads, no convolution, no output gate.
+
+    Examples:
+        >>> y, state = GatedSlotAttention(32, num_heads=2, num_slots=8)(torch.zeros(1, 5, 32))
+        >>> state["keys"].shape, state["recurrent"].shape
+        (torch.Size([1, 2, 8, 16]), torch.Size([1, 2, 16, 8]))
+    """
+
+    rule = replace(
+        ABC.rule, name="gsa", title="Gated Slot Attention", state_size="H M (K + V)",
+        recurrence="S^k = S^k Diag(a) + k (1 - a)^T, S^v = S^v Diag(a) + v (1 - a)^T",
+        source="arXiv 2409.07146, eq. 8 and section 4",
+    )  # fmt: skip
+    norm_of_all = True
+
+    def streams(self, call: LayerCall) -> list[Tensor]:
+        """Inputs of the operator, after SiLU (a convolution applies its own)."""
+        return list(self.activated(*super().streams(call)))
+
+    def slots(self, logits: Tensor, call: LayerCall) -> Arguments:
+        return gsa_arguments(logits)
+
+    def read(self, call: LayerCall) -> Tensor:
+        return F.silu(super().read(call))
 
 
 def log_sum_before(context: Context, x: Tensor, given: Tensor) -> Tensor:
