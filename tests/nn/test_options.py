@@ -9,7 +9,9 @@ from deltarule.nn import MIXERS, Attention, LatentAttention
 from nn.layers import HIDDEN, LINEAR, NAMES
 
 # Their widths are 2 hidden_size in all, which two heads can always share.
-WIDTH_OF_ITS_OWN = ("mamba2", "mamba1", "signed_mamba1", "s4", "s4d", "longhorn_released")
+WIDTH_OF_ITS_OWN = (
+    *("mamba2", "mamba1", "signed_mamba1", "s4", "s4d", "longhorn_released", "hgrn"),
+)
 # What a layer of the frame refuses of its options, and every layer of its sizes.
 FRAME = {
     "num_v_heads must be a multiple of num_heads=2, got 3": {"num_v_heads": 3},

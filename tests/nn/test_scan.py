@@ -7,9 +7,9 @@ import torch.nn.functional as F
 import deltarule
 from deltarule import selective_scan
 from deltarule.nn import longhorn, s4d
-from deltarule.nn.complex_filters import filtered
 from deltarule.nn.layout import make_layout
 from deltarule.nn.rotation import turned
+from deltarule.nn.s4d import filtered
 from nn.layers import HIDDEN, inputs, make
 from nn.test_by_hand import end_of_block, values
 from tolerance import relative_rms

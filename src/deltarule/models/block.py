@@ -18,12 +18,12 @@ from deltarule.nn import (
     SwiGLU,
     one_token,
 )
-from deltarule.nn.channel_mix import ChannelMix
 from deltarule.nn.frame import Frame
 from deltarule.nn.mlp import make_mlp
 from deltarule.nn.norm import LayerNorm
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.state import DraftedState, LentState
+from deltarule.nn.token_shift import ChannelMix
 from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from deltarule.nearest import nearest
 from deltarule.nn import MIXERS, checks
+from deltarule.nn.checks import SPECTRA
 from deltarule.nn.feature_maps import FEATURE_MAPS
-from deltarule.nn.options import SPECTRA
 from deltarule.nn.state import MOST_LAYERS
 
 # Integers that may be zero; the others may not.

@@ -11,7 +11,6 @@ from deltarule.nn.experts import Experts
 from deltarule.nn.gate_loop import GateLoop
 from deltarule.nn.gated_deltanet import GatedDeltaNet
 from deltarule.nn.gated_deltanet2 import GatedDeltaNet2
-from deltarule.nn.gated_retnet import GatedRetNet
 from deltarule.nn.gated_rfa import GatedRFA
 from deltarule.nn.gla import GatedLinearAttention
 from deltarule.nn.hgrn import HGRN
@@ -39,7 +38,7 @@ from deltarule.nn.multi_head import (
     MultiValueDeltaNet,
 )
 from deltarule.nn.norm import RMSNorm
-from deltarule.nn.retnet import RetNet
+from deltarule.nn.retnet import GatedRetNet, RetNet
 from deltarule.nn.rg_lru import RGLRU
 from deltarule.nn.roles import parameter_roles
 from deltarule.nn.rule import Projections, Rule, System

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn import checks
-from deltarule.nn.attention_cache import attend_to_cache, continued, with_free_rows
 from deltarule.nn.call import LayerCall
 from deltarule.nn.layout import Layout, make_layout, split
 from deltarule.nn.linears import linear, linears
@@ -19,8 +18,11 @@ from deltarule.nn.masked_attention import (
     Sight,
     attend_by_sight,
     attend_in_blocks,
+    attend_to_cache,
+    continued,
     sight_of,
     visible_up_to,
+    with_free_rows,
 )
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import RMSNorm

@@ -1,18 +1,54 @@
-"""Checks of what layers are given, each naming the argument."""
+"""What layers are given, checked: options, inputs and states, each refused by its name."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from deltarule.nearest import check_known
+from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
 from deltarule.nn.state import State
 from deltarule.ops.checks import check_dense
 
 T = TypeVar("T")
 # What autocast casts to its own dtype; it leaves float64 and integers as they are.
 AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
+# Options that mean something for every recurrent layer.
+COMMON = frozenset(
+    {"head_k_dim", "head_v_dim", "conv_size", "conv_bias", "output_gate", "norm_eps"}
+) | {"layer_index", "num_layers"}
+# Spectra that S4D knows.
+SPECTRA = ("legs", "inv", "lin")
+# What options that are words know.
+WORDS: dict[str, list[str]] = {
+    "feature_map": [*FEATURE_MAPS], "qk_norm": [*NORMS],
+    "output_norm": ["head", "all", "none"], "spectrum": [*SPECTRA],
+}  # fmt: skip
+# Why an option means nothing for a layer.
+REASONS = {
+    "num_v_heads": "its value heads are its key heads",
+    "head_k_dim": "its state is a vector; give head_v_dim",
+    "head_v_dim": "its keys and values have one size",
+    "conv_size": "it looks back one token instead",
+    "beta_max": "it has no write strength",
+    "n_steps": "it writes once a token",
+    "feature_map": "linear_attention, gated_rfa and the delta layers have it",
+    "qk_norm": "linear_attention, gated_rfa and the delta layers have it",
+    "output_norm": "the delta layers and lightning have it",
+    "normalizer": "linear_attention has it; with an erase, the sum of the keys is not what the "
+    "state holds: use qk_norm",
+    "longest_horizon": "its decay is not exp(-exp(A_log) dt), whose rates it would spread",
+    "gate_lower_bound": "kda has it",
+    "mini_batch": "ttt and titans have mini-batches",
+    "spectrum": "s4d has complex eigenvalues",
+    "window": "it has no attention",
+    "num_persistent": "titans_mac, titans_mag and titans_mal have learned tokens",
+    "num_slots": "abc, gsa and the multi-head DeltaNets have slots",
+    "filter_size": "hyena and multi_head_hyena have filters",
+    "rope_theta": "it does not rotate its queries and keys",
+}
 
 
 def positive(name: str, value: int) -> int:
@@ -41,13 +77,6 @@ def above_zero(name: str, value: float) -> float:
     return value
 
 
-def check_horizon(longest: float | None) -> float | None:
-    """Return the longest horizon if heads can be spread up to it."""
-    if longest is not None and (not is_number(longest) or longest <= 8):
-        raise ValueError(f"longest_horizon must be None or a number above 8, got {longest!r}")
-    return longest
-
-
 def check_lower_bound(bound: float | None) -> float | None:
     """Return the least log_decay if it is one."""
     if bound is not None and (not is_number(bound) or bound >= 0):
@@ -69,18 +98,6 @@ def check_even(name: str, channels: int) -> None:
     """Refuse channels that cannot be paired."""
     if channels % 2:
         raise ValueError(f"{name} must be even for rotary positions, got {channels}")
-
-
-def default_head_dim(name: str, factor: float, hidden_size: int, heads: str, parts: int) -> int:
-    """Return factor * hidden_size / parts, the size of a head, if the heads can share so evenly."""
-    channels = factor * hidden_size
-    if channels % parts:
-        size = "hidden_size" if factor == 1 else f"{factor:g} * hidden_size"
-        raise ValueError(
-            f"{size} must be a multiple of {heads}={parts}, got {channels:g}: "
-            f"change one of them, or give {name}"
-        )
-    return int(channels) // parts
 
 
 def check_beta_max(beta_max: float | None) -> float | None:
@@ -131,31 +148,67 @@ def check_state(
 ) -> State:
     """Refuse a state of another layer or with another number of sequences; empty has none."""
     if not isinstance(state, dict) or set(state) != set(empty):
-        given = sorted(state) if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"state must hold {sorted(empty)}, got {given}: it comes from elsewhere")
-    for name, expected in empty.items():
-        _check_state_tensor(f"state[{name!r}]", state[name], expected, sequences)
-        # The histories of 16-bit calls are in 16 bits; what sums over all tokens never is.
-        kept_exact = name in exact or not expected.is_floating_point()
-        if kept_exact and state[name].dtype != expected.dtype:
+        found = sorted(state) if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"state must hold {sorted(empty)}, got {found}: it comes from elsewhere")
+    for key, expected in empty.items():
+        name, given, sizes = f"state[{key!r}]", state[key], [sequences, *expected.shape[1:]]
+        check_dense(name, given, f" {sizes}")
+        if list(given.shape) != sizes:
+            raise ValueError(f"{name} must be {sizes}, sequences first, got {list(given.shape)}")
+        if given.device != expected.device:
             raise ValueError(
-                f"state[{name!r}] must be {expected.dtype}, got {state[name].dtype}: "
+                f"{name} is on {given.device}, but the layer is on {expected.device}: "
+                f"move it with state.to({str(expected.device)!r})"
+            )
+        # The histories of 16-bit calls are in 16 bits; what sums over all tokens never is.
+        kept_exact = key in exact or not expected.is_floating_point()
+        if kept_exact and given.dtype != expected.dtype:
+            raise ValueError(
+                f"{name} must be {expected.dtype}, got {given.dtype}: "
                 "keep it as the layer returned it, or cast it back"
             )
     return state
 
 
-def _check_state_tensor(name: str, given: Tensor, expected: Tensor, sequences: int) -> None:
-    sizes = [sequences, *expected.shape[1:]]
-    check_dense(name, given, f" {sizes}")
-    if list(given.shape) != sizes:
-        raise ValueError(f"{name} must be {sizes}, sequences first, got {list(given.shape)}")
-    if given.device != expected.device:
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_meant(
+    layer: str,
+    takes: Callable[[str], bool],
+    given: Mapping[str, object],
+    neutral: Mapping[str, object],
+) -> None:
+    """Refuse options that mean nothing for a layer, unless their value changes nothing."""
+    for name, value in given.items():
+        if value is None or takes(name) or (name in neutral and value == neutral[name]):
+            continue
+        harmless = f" or {neutral[name]}" if name in neutral else ""
         raise ValueError(
-            f"{name} is on {given.device}, but the layer is on {expected.device}: "
-            f"move it with state.to({str(expected.device)!r})"
+            f"{name} must be None{harmless} for {layer}, got {value!r}: {REASONS[name]}"
         )
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def check_words(words: Mapping[str, str | None], normalizer: object) -> None:
+    """Refuse words that an option does not know, and a normaliser that is no flag."""
+    for name, value in words.items():
+        if value is not None:
+            check_known(name, value, WORDS[name])
+    if not isinstance(normalizer, bool):
+        raise ValueError(f"normalizer must be True, False or None, got {normalizer!r}")
+
+
+def check_features(name: str, channels: int, normalizer: bool, own_gates: bool) -> None:
+    """Refuse to divide by a sum that may be zero or negative, and more features than decays."""
+    if normalizer and not FEATURE_MAPS[name].divides:
+        known = ", ".join(name for name, entry in FEATURE_MAPS.items() if entry.divides)
+        raise ValueError(
+            f"normalizer=True divides by a sum of phi(q) . phi(k), which feature_map={name!r} may "
+            f"make zero or negative: choose one of {known}"
+        )
+    if own_gates and (features := FEATURE_MAPS[name].size(channels)) != channels:
+        raise ValueError(
+            f"feature_map must keep the {channels} channels of a key, each of which has a gate of "
+            f"its own, but {name!r} makes {features}: choose an elementwise one"
+        )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from deltarule import ops
 from deltarule.nn import one_token
 from deltarule.nn.call import CONVOLUTIONS, LayerCall
+from deltarule.nn.checks import COMMON, check_features
 from deltarule.nn.convolved_products import convolve_products
 from deltarule.nn.feature_maps import QueryKeyMap
 from deltarule.nn.few_rows import as_one, kernel_rows
@@ -26,7 +27,6 @@ from deltarule.nn.layout import Layout, make_layout, per_step, silence_padding, 
 from deltarule.nn.linears import linear, linears, plain_weights
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import GatedRMSNorm, GateOnly, gated_norm_product
-from deltarule.nn.options import COMMON, check_divides, check_size_kept
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.rule import Arguments, Projections, Rule, as_it_is
 from deltarule.nn.short_conv import can_step, convolved, step_in_place, within_product
@@ -110,10 +110,9 @@ class DeltaMixer(Mixer):
         if self.feature_map is not None:
             self.qk_map = QueryKeyMap(self.feature_map, self.num_heads, self.head_k_dim)
             self.counts = self.qk_map.map.positional
-            if self.rule.decay == "channel":
-                check_size_kept(self.feature_map, self.qk_map.features, self.head_k_dim)
         if self.maps_features:
-            check_divides(self.normalizer, self.feature_map)
+            name, by_channel = self.feature_map or "identity", self.rule.decay == "channel"
+            check_features(name, self.head_k_dim, self.normalizer, by_channel)
         for name, size in self.stream_sizes().items():
             self.build_projection(name, size)
             self.build_convolution(name, size)

@@ -62,9 +62,6 @@ class DecayingFastWeights(Mixer):
         for gate in (self.a_proj, self.b_proj):
             nn.init.constant_(gate.bias, DECAY_BIAS)
 
-    def memories(self) -> dict[str, tuple[int, ...]]:
-        return {"recurrent": (self.num_heads, self.head_v_dim, self.head_k_dim)}
-
     def arguments(self, call: LayerCall) -> Arguments:
         q, k, v = self.streams(call)
         a = split(self.stream("a", call), self.num_heads, self.head_k_dim)

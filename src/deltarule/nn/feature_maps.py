@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.gates import computed, unit
 from deltarule.nn.roles import Role
-from deltarule.nn.rule import Arguments, OutputNorm, Projections, QueryKeyNorm
+from deltarule.nn.rule import Arguments, Projections, QueryKeyNorm
 from deltarule.ops.dispatch import without_autocast
 
 # Where all features of a key are zero, its L1 norm is.
@@ -22,7 +22,6 @@ SMALLEST_NORM = 1e-6
 # A quarter of a turn over so many tokens, in cosFormer.
 LONGEST = 4096
 NORMS: tuple[QueryKeyNorm, ...] = ("none", "l1", "l2")
-OUTPUT_NORMS: tuple[OutputNorm, ...] = ("head", "all", "none")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.feature_maps import normed_qkv
 from deltarule.nn.gates import computed
-from deltarule.nn.normalizer import divided, with_one
+from deltarule.nn.linear_attention import divided, with_one
 from deltarule.nn.rule import Arguments, Projections, Rule
 
 # Random features may cancel, and a divisor near zero would make one token outweigh all others.

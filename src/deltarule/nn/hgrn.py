@@ -23,7 +23,7 @@ from deltarule.nn.layout import split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.rotation import at_positions, turned
 from deltarule.nn.rule import System
-from deltarule.nn.vector_mixer import VectorMixer
+from deltarule.nn.scan_mixer import VectorMixer
 
 BASE = 10000.0
 

@@ -12,10 +12,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from deltarule.nn.checks import REASONS
 from deltarule.nn.deltanet import DeltaNet
 from deltarule.nn.gated_deltanet import arguments
 from deltarule.nn.gates import initial_A_log, low_rank
-from deltarule.nn.options import REASONS
 from deltarule.nn.rule import Rule
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from deltarule.nn.attention import Attention
-from deltarule.nn.attention_cache import add_row
 from deltarule.nn.checks import above_zero, check_even, default, positive
 from deltarule.nn.layout import split
 from deltarule.nn.linears import is_plain, linear
+from deltarule.nn.masked_attention import add_row
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.rotation import rotate
 from deltarule.nn.state import LentState, State

@@ -4,12 +4,27 @@ S_t = S_{t-1} + v_t k_t^T        o_t = S_t q_t
 z_t = z_{t-1} + k_t              o_t = S_t q_t / (z_t^T q_t) with the normaliser
 """
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.feature_maps import normed_qkv
-from deltarule.nn.normalizer import divided, with_one
+from deltarule.nn.gates import computed
 from deltarule.nn.rule import Arguments, Projections, Rule
+
+# Where no feature of a query is among those of the keys, nothing is read and nothing divides.
+SMALLEST = 1e-6
+
+
+def with_one(v: Tensor) -> Tensor:
+    """[v; 1]: the values and the channel that the normaliser sums in."""
+    return F.pad(v, (0, 1), value=1.0)
+
+
+def divided(o: Tensor, least: Tensor | float = SMALLEST, more: float = 0.0) -> Tensor:
+    """S q / (max(z^T q, least) + more)."""
+    read, z = computed(o[..., :-1]), computed(o[..., -1:])
+    return (read / (z.clamp(min=least) + more)).to(o.dtype)
 
 
 def arguments(projections: Projections) -> Arguments:

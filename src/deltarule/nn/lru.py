@@ -16,7 +16,7 @@ from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.rotation import at_positions, turned
 from deltarule.nn.rule import System
-from deltarule.nn.vector_mixer import VectorMixer
+from deltarule.nn.scan_mixer import VectorMixer
 
 # An eigenvalue of zero, or of one, has no logarithm of its logarithm.
 SMALLEST = 1e-4

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
-from deltarule.nn.checks import default_head_dim
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gates import float32_parameter, step_and_log_decay
 from deltarule.nn.norm import GroupRMSNorm
@@ -29,10 +28,6 @@ def arguments(projections: Projections) -> Arguments:
 def read_out(o: Tensor, projections: Projections) -> Tensor:
     """o_t = S_t q_t + D v_t."""
     return (o + projections.need("D").unsqueeze(-1) * projections.v).to(o.dtype)
-
-
-STATE_SIZE = 128
-EXPANSION = 2
 
 
 class Mamba2(DeltaMixer):
@@ -64,6 +59,8 @@ class Mamba2(DeltaMixer):
         arguments=arguments, read_out_function=read_out,
     )  # fmt: skip
     has_rates = True
+    state_size = 128
+    expand_v = 2
     default_conv_size = 4
     default_output_gate = True
     activates_projections = True
@@ -73,13 +70,6 @@ class Mamba2(DeltaMixer):
         """A model's groups as key heads, and its heads as value heads."""
         heads = config.num_v_heads or config.num_heads
         return {"num_heads": getattr(config, "n_groups", 1), "num_v_heads": heads}
-
-    def default_head_k_dim(self) -> int:
-        return STATE_SIZE
-
-    def default_head_v_dim(self) -> int:
-        sizes = self.hidden_size, "num_v_heads", self.num_v_heads
-        return default_head_dim("head_v_dim", EXPANSION, *sizes)
 
     @classmethod
     def from_config(cls, config: Any, layer_index: int) -> Self:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
+from deltarule.nn.checks import COMMON
 from deltarule.nn.gates import computed
 from deltarule.nn.mixer import Mixer
-from deltarule.nn.options import COMMON
 from deltarule.nn.state import State
 
 

@@ -64,11 +64,7 @@ class Mesa(Mixer):
         self.regularizer_logits = float32_parameter(logits)
 
     def memories(self) -> dict[str, tuple[int, ...]]:
-        heads, key_size = self.num_heads, self.head_k_dim
-        return {
-            "recurrent": (heads, self.head_v_dim, key_size),
-            "covariance": (heads, key_size, key_size),
-        }
+        return super().memories() | {"covariance": (self.num_heads, *[self.head_k_dim] * 2)}
 
     def read(self, call: LayerCall) -> Tensor:
         q, k, v = self.streams(call)

@@ -6,24 +6,16 @@
 """
 
 import inspect
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from deltarule.nearest import check_known
 from deltarule.nn import checks
+from deltarule.nn.checks import COMMON, REASONS, SPECTRA, check_meant, check_words
 from deltarule.nn.frame import Frame
 from deltarule.nn.norm import GatedRMSNorm, GateOnly, RMSNorm
-from deltarule.nn.options import (
-    COMMON,
-    MINI_BATCH,
-    REASONS,
-    SPECTRA,
-    check_maps,
-    check_meant,
-    document,
-)
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import OutputNorm, QueryKeyNorm, Rule
 from deltarule.nn.short_conv import ShortConv
@@ -80,6 +72,8 @@ class Mixer(Frame):
 
     # The options beside hidden_size and num_heads that mean something, and what None stands for.
     options: ClassVar[frozenset[str]] = COMMON
+    # Channels of a key where values share the stream out among them. None: keys do.
+    state_size: ClassVar[int | None] = None
     expand_k: ClassVar[float] = 1.0
     expand_v: ClassVar[int] = 1
     default_conv_size: ClassVar[int] = 0
@@ -94,6 +88,7 @@ class Mixer(Frame):
     # Roles of parameters, and of all those of a submodule, that are no matrices to decay.
     roles: ClassVar[dict[str, Role]] = {"a_proj": "gate", "b_proj": "gate"}
     save_states: bool = True
+    __signature__: ClassVar[inspect.Signature]
 
     rope_theta: float | None
     filter_size: Any
@@ -101,9 +96,24 @@ class Mixer(Frame):
     num_persistent: Any
 
     def __init_subclass__(cls) -> None:
-        """Show in a layer's signature and docstring the options that it takes."""
+        """Let `help` show the options that a layer takes, as described here, and its source."""
         super().__init_subclass__()
-        document(cls, Mixer)
+        parameters = dict(list(inspect.signature(cls.__init__).parameters.items())[1:])
+        text, rule = inspect.cleandoc(cls.__doc__ or ""), getattr(cls, "rule", None)
+        if cls.__init__ is Mixer.__init__ and rule is not None:
+            always = "hidden_size", "num_heads"
+            taken = [name for name in parameters if name in always or cls.takes(name)]
+            parameters = {name: parameters[name] for name in taken}
+            section = re.search(r"^Args:\n(.*?)\n\n", inspect.getdoc(Mixer) or "", re.DOTALL | re.M)
+            if section is not None and text and "Args:" not in text:
+                entries = re.split(r"\n(?= {4}\w)", section[1])
+                chosen = [entry for entry in entries if entry.strip().partition(":")[0] in taken]
+                head, found, tail = text.partition("Examples:\n")
+                text = "\n".join([f"{head.rstrip()}\n\nArgs:", *chosen, "", found + tail]).rstrip()
+        if text and rule is not None and "Source:" not in text:
+            text += f"\n\nSource: {rule.source}."
+        cls.__doc__ = text or cls.__doc__
+        cls.__signature__ = inspect.Signature([*parameters.values()])
 
     def __init__(
         self,
@@ -147,12 +157,18 @@ class Mixer(Frame):
         self.head_v_dim = checks.positive("head_v_dim", head_v_dim)
         self.beta_max = checks.default(checks.check_beta_max(beta_max), self.default_beta_max)
         self.n_steps = checks.positive("n_steps", checks.default(n_steps, self.default_n_steps))
-        self.longest_horizon = checks.check_horizon(longest_horizon)
+        if longest_horizon is not None and not (
+            checks.is_number(longest_horizon) and longest_horizon > 8
+        ):
+            raise ValueError(
+                f"longest_horizon must be None or a number above 8, got {longest_horizon!r}"
+            )
+        self.longest_horizon = longest_horizon
         self.gate_lower_bound = checks.check_lower_bound(gate_lower_bound)
         slots = checks.default(self.default_num_slots, self.head_k_dim)
         self.num_slots = checks.positive("num_slots", checks.default(num_slots, slots))
         self.filter_size = filter_size
-        self.mini_batch = checks.positive("mini_batch", checks.default(mini_batch, MINI_BATCH))
+        self.mini_batch = checks.positive("mini_batch", checks.default(mini_batch, 16))
         self.window, self.num_persistent = window, num_persistent
         self.spectrum = checks.default(spectrum, SPECTRA[0])
         self.rope_theta = checks.above_zero("rope_theta", checks.default(rope_theta, 10000.0))
@@ -169,8 +185,8 @@ class Mixer(Frame):
         neutral |= {"num_v_heads": num_heads, "head_k_dim": 1, "head_v_dim": self.head_k_dim}
         neutral["normalizer"] = divides
         check_meant(self.rule.name, self.takes, given, neutral)
-        check_known("spectrum", self.spectrum, SPECTRA)
-        check_maps(self.feature_map, qk_norm, self.output_norm, self.normalizer)
+        words = {name: given.get(name) for name in ("qk_norm", "output_norm", "spectrum")}
+        check_words({"feature_map": self.feature_map, **words}, self.normalizer)
         self.check_options()
         self.build_projections()
         self.build_gates()
@@ -218,15 +234,33 @@ class Mixer(Frame):
 
     def default_head_k_dim(self) -> int:
         """Channels of a key where none are given: expand_k * hidden_size / num_heads."""
-        sizes = self.hidden_size, "num_heads", self.num_heads
-        return checks.default_head_dim("head_k_dim", self.expand_k, *sizes)
+        if self.state_size is not None:
+            return self.state_size
+        return self.share("head_k_dim", self.expand_k, "num_heads")
 
     def default_head_v_dim(self) -> int:
-        """Channels of a value where none are given: expand_v * head_k_dim."""
-        return self.expand_v * self.head_k_dim
+        """Channels of a value where none are given: expand_v * head_k_dim, or a share likewise."""
+        if self.state_size is None:
+            return self.expand_v * self.head_k_dim
+        heads = "num_v_heads" if self.takes("num_v_heads") else "num_heads"
+        return self.share("head_v_dim", self.expand_v, heads)
+
+    def share(self, name: str, factor: float, heads: str) -> int:
+        """factor * hidden_size / heads, the size of a head, if the heads can share so evenly."""
+        channels, parts = factor * self.hidden_size, getattr(self, heads)
+        if channels % parts:
+            size = "hidden_size" if factor == 1 else f"{factor:g} * hidden_size"
+            raise ValueError(
+                f"{size} must be a multiple of {heads}={parts}, got {channels:g}: "
+                f"change one of them, or give {name}"
+            )
+        return int(channels) // parts
 
     def check_options(self) -> None:
         """Refuse sizes that every layer has but that this one cannot follow; here none."""
+
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        return {"recurrent": (self.num_v_heads, self.head_v_dim, self.head_k_dim)}
 
     def stream_sizes(self) -> dict[str, int]:
         """Channels of what x is projected to, over all heads."""

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
-from deltarule.nn.documents import last_token
+from deltarule.nn.documents import change_of_scale, last_token, maximum_before, running_maximum
 from deltarule.nn.gates import computed, float32_parameter
+from deltarule.nn.linear_attention import divided, with_one
 from deltarule.nn.linears import ExactLinear
 from deltarule.nn.norm import GatedGroupNorm
-from deltarule.nn.normalizer import divided, with_one
 from deltarule.nn.rule import Arguments, Projections, Rule
-from deltarule.nn.running_maximum import change_of_scale, maximum_before, running_maximum
 
 # Added to the divisor of the kept state.
 EPS = 1e-6

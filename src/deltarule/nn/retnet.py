@@ -1,12 +1,15 @@
-"""RetNet: linear attention with one constant decay for each head.
+"""RetNet and the gated one of YOCO: a decay for each head, constant or of the token's choice.
 
 S_t = g_h S_{t-1} + v_t k_t^T        g_h = 1 - 2^(-5 - h), h = 0..HV-1
+S_t = g_t S_{t-1} + v_t k_t^T        g_t = sigmoid(decay_logits_t)^(1/16)
 """
 
 from dataclasses import replace
 
 import torch
+from torch import nn
 
+from deltarule.nn import gla
 from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import check_even
 from deltarule.nn.delta_mixer import DeltaMixer
@@ -56,3 +59,26 @@ class RetNet(DeltaMixer):
         positions = call.positions()
         q, k = (rotate(x, positions, self.rope_theta) for x in (projections.q, projections.k))
         return replace(projections, q=q, k=k)
+
+
+class GatedRetNet(RetNet):
+    """Gated RetNet: S = g S + v k^T with g = sigmoid(a_proj x)^(1/16), and RoPE on q and k.
+
+    Defaults: as `RetNet`.
+
+    Examples:
+        >>> y, state = GatedRetNet(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> state["length"]
+        tensor([5])
+    """
+
+    rule = replace(
+        RetNet.rule, name="gated_retnet", title="Gated RetNet", decay="head", page="retnet",
+        recurrence="S = g S + v k^T",
+        source="arXiv 2405.05254, section 3.1",
+        arguments=gla.arguments,
+    )  # fmt: skip
+
+    def build_gates(self) -> None:
+        super().build_gates()
+        self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.rule import System
-from deltarule.nn.vector_mixer import VectorMixer
+from deltarule.nn.scan_mixer import VectorMixer
 
 # What a gate of one raises the rate to.
 POWER = 8.0

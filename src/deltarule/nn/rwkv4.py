@@ -11,12 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
-from deltarule.nn.documents import last_token, token_before
+from deltarule.nn.documents import (
+    change_of_scale,
+    last_token,
+    maximum_before,
+    running_maximum,
+    token_before,
+)
 from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.rule import System
-from deltarule.nn.running_maximum import change_of_scale, maximum_before, running_maximum
+from deltarule.nn.scan_mixer import VectorMixer
 from deltarule.nn.token_shift import first_shares, shifted
-from deltarule.nn.vector_mixer import VectorMixer
 
 # The maximum of no token: e^-m of it is nothing to any other, and sums of it are finite.
 NOTHING = -1e30

@@ -1,21 +1,189 @@
 """S4D: S4 with a complex diagonal, from the spectrum of HiPPO or one like it.
 
-h_t = e^{dt A} h_{t-1} + B (e^{dt A} - 1) / A v_t        o_t = 2 Re(C h_t) + D * v_t
+h_t = a h_{t-1} + b v_t    o_t = 2 Re(sum of c h_t) + D * v_t    a = e^{dt A}, b = B (a - 1) / A
 
-Half of the eigenvalues are kept, those with positive imaginary parts: hence the 2.
+Half of the eigenvalues are kept, those with positive imaginary parts: hence the 2. In a chunk of C
+tokens from the state h_0, by matrix products, with the filter F_l = 2 Re(sum of c a^l b),
+
+    y_i = sum over j <= i of F_{i-j} v_j + 2 Re(sum of c a^{i+1} h_0)
+    h_n = a^n h_0 + sum over j < n of a^{n-1-j} b v_j
+
+The states between chunks are those of `selective_scan` over the chunks, in a frame that turns with
+them. A complex number is two channels, one in each half of an axis.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from deltarule import ops
 from deltarule.nn.call import LayerCall
-from deltarule.nn.complex_filters import Filters, complex_product, filtered
 from deltarule.nn.gates import computed, float32_parameter, initial_log_step
-from deltarule.nn.rotation import in_float64, within_a_turn
+from deltarule.nn.layout import Layout
+from deltarule.nn.rotation import in_float64, turned, within_a_turn
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan_mixer import ScanMixer
+from deltarule.ops.chunks import chunk_size
+from deltarule.ops.context import Context
+from deltarule.ops.context.exchange import starting_state
+
+
+class Filters(NamedTuple):
+    """a = exp(log_decay + i angle), b and c: [H, V, K], b and c of complex numbers."""
+
+    log_decay: Tensor
+    angle: Tensor
+    b: Tensor
+    c: Tensor
+
+    def power(self, exponents: Tensor) -> Tensor:
+        """a^n [.., H, V, 2 K] of integers [..]."""
+        n = exponents.view(*exponents.shape, 1, 1, 1)
+        size = torch.exp(n * self.log_decay)
+        angle = within_a_turn(in_float64(n) * in_float64(self.angle), size.dtype)
+        return torch.cat([size * angle.cos(), size * angle.sin()], dim=-1)
+
+
+def complex_product(x: Tensor, y: Tensor) -> Tensor:
+    (a, b), (c, d) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
+    return torch.cat([a * c - b * d, a * d + b * c], dim=-1)
+
+
+class Chunks(NamedTuple):
+    """Where the tokens of N sequences lie among M chunks of `size`, each of one sequence.
+
+    Args:
+        size: Tokens in a chunk, C.
+        number: Chunks, M; those that no sequence needs are a sequence of their own.
+        places: [B, T] of each token among the M C places; those of padding are M C.
+        offsets: [N + 1] the first chunk of each sequence, and the one after the last.
+        tokens: [N] of each sequence.
+        packed: Whether sequences have numbers of chunks of their own.
+    """
+
+    size: int
+    number: int
+    places: Tensor
+    offsets: Tensor
+    tokens: Tensor
+    packed: bool
+
+
+def chunks_of(layout: Layout) -> Chunks:
+    counts, token = layout.counts, torch.arange(layout.tokens, device=layout.device)
+    size = chunk_size(-(-layout.batch * layout.tokens // max(layout.sequences, 1)), 1)
+    if layout.cu_seqlens is None or layout.sequence is None:
+        each = -(-layout.tokens // size)
+        offsets = torch.arange(layout.sequences + 1, device=layout.device) * each
+        places, count = offsets[:-1, None] * size + token, layout.sequences * each
+        if layout.real is not None:
+            places = places.masked_fill(~layout.real, count * size)
+        return Chunks(size, count, places, offsets, counts, packed=False)
+    needed = -(-counts // size)
+    count = layout.tokens // size + layout.sequences
+    offsets = torch.cat([needed.new_zeros(1), needed.cumsum(0)])
+    within = token - layout.cu_seqlens[layout.sequence]
+    places = (offsets[layout.sequence] * size + within)[None]
+    return Chunks(size, count, places, offsets, counts, packed=True)
+
+
+def filtered(u: Tensor, filters: Filters, state: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """y [B, T, H, V] of u, in float32 at least, and the state [N, H, V, 2 K] after that before."""
+    cut = chunks_of(layout)
+    if layout.context is not None:
+        state = state_over_context(u, filters, state, cut, layout.context)
+    return in_chunks(u, filters, state, cut)
+
+
+def in_chunks(u: Tensor, filters: Filters, state: Tensor, cut: Chunks) -> tuple[Tensor, Tensor]:
+    """The same result in chunks, continued from the given states."""
+    power = filters.power(torch.arange(cut.size + 1, device=u.device))
+    if cut.number == 0:
+        return computed(u), state.clone()
+    # Tokens in their places [M, C, H, V], zeros elsewhere.
+    rows = u.new_zeros(cut.number * cut.size + 1, *u.shape[2:], dtype=power.dtype)
+    rows = rows.index_copy(0, cut.places.flatten(), computed(u).flatten(0, 1))
+    rows = rows[:-1].unflatten(0, (cut.number, cut.size))
+    written = weighed(rows, complex_product(power[:-1].flip(0), filters.b))
+    starts = chunk_starts(written, filters, state, cut)
+    read = complex_product(power, filters.c)
+    taps = 2 * complex_product(read[:-1], filters.b)[..., : filters.angle.shape[-1]].sum(-1)
+    i = torch.arange(cut.size, device=u.device)
+    lag = i[:, None] - i
+    toeplitz = taps[lag.clamp(min=0)].masked_fill((lag < 0)[..., None, None], 0)
+    y = torch.einsum("ijhv, mjhv -> mihv", toeplitz, rows)
+    signs = torch.ones_like(read[0]).chunk(2, dim=-1)
+    real_part = 2 * torch.cat([signs[0], -signs[1]], dim=-1) * read[1:]
+    y = y + torch.einsum("ihvk, mhvk -> mihv", real_part, starts)
+    # Padding reads what comes last.
+    places = cut.places.clamp(max=cut.number * cut.size - 1)
+    y = y.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, places.shape)
+    return y, final_state(rows, filters, starts, state, power, cut)
+
+
+def weighed(rows: Tensor, weights: Tensor) -> Tensor:
+    """[M, H, V, 2 K] sum over the tokens of a chunk: rows [M, C, H, V], weights [C, H, V, 2 K]."""
+    return torch.einsum("mjhv, jhvk -> mhvk", rows, weights)
+
+
+def chunk_starts(written: Tensor, filters: Filters, state: Tensor, cut: Chunks) -> Tensor:
+    """[M, H, V, 2 K] the state before each chunk, from what each alone would leave."""
+    chunk = torch.arange(cut.number, device=written.device)
+    own = torch.searchsorted(cut.offsets[1:], chunk, right=True).clamp(max=len(state) - 1)
+    place = chunk - cut.offsets[own]
+    turn = in_float64(place + 1).view(-1, 1, 1, 1) * in_float64(filters.angle) * cut.size
+    turn = within_a_turn(turn, written.dtype)
+    writes = turned(written, -turn).flatten(-2)
+    decay = (cut.size * filters.log_decay).repeat(1, 1, 2).flatten(-2)
+    one, before, offsets = writes.new_ones(*decay.shape, 1), state, None
+    if cut.packed:
+        # What lies behind the last sequence is one more.
+        before = torch.cat([state, torch.zeros_like(state[:1])])
+        offsets = torch.cat([cut.offsets, cut.offsets.new_full((1,), cut.number)])
+    writes = writes.unflatten(0, (1 if cut.packed else len(state), -1))
+    decays, start = decay.expand(writes.shape).contiguous(), before.flatten(-2).unsqueeze(-1)
+    given: Arguments = {"q": one, "k": one, "v": writes, "value_log_decay": decays, "scale": 1.0}
+    ends = ops.selective_scan(**given, initial_state=start, cu_seqlens=offsets).o
+    ends = turned(ends.view_as(written), turn)
+    earlier = torch.cat([ends[:1], ends[:-1]])
+    return torch.where((place == 0).view(-1, 1, 1, 1), state[own], earlier)
+
+
+def final_state(
+    rows: Tensor, filters: Filters, starts: Tensor, state: Tensor, power: Tensor, cut: Chunks
+) -> Tensor:
+    """[N, H, V, 2 K] after the last token of each sequence, which may end within its last chunk."""
+    empty = (cut.tokens == 0).view(-1, 1, 1, 1)
+    last = cut.offsets[:-1] + (cut.tokens - 1).clamp(min=0) // cut.size
+    last = last.clamp(max=cut.number - 1)
+    tokens = cut.tokens - (last - cut.offsets[:-1]) * cut.size
+    # The tokens at the end of a chunk of their own: what is before them are zeros.
+    place = torch.arange(cut.size, device=rows.device) - (cut.size - tokens)[:, None]
+    own = rows[last[:, None], place.clamp(min=0)].masked_fill((place < 0)[..., None, None], 0)
+    written = weighed(own, complex_product(power[:-1].flip(0), filters.b))
+    after = complex_product(power[tokens.clamp(0, cut.size)], starts[last]) + written
+    return torch.where(empty, state, after)
+
+
+def state_over_context(
+    u: Tensor, filters: Filters, state: Tensor, cut: Chunks, context: Context
+) -> Tensor:
+    """[N, H, V, 2 K] the states before the tokens here, by way of the processes before this one.
+
+    Turned back to the first token of the row, a state is multiplied by real numbers alone.
+    """
+    _, ends = in_chunks(u, filters, state, cut)
+    first, tail = len(u), context.last - context.first - context.tail
+    here, there = (
+        within_a_turn(in_float64(filters.angle) * place, ends.dtype)
+        for place in (context.first, context.last)
+    )
+    kept = torch.exp(tail * filters.log_decay) * float(context.goes_on and context.tail == 0)
+    kept = kept.repeat(1, 1, 2).expand(first, -1, -1, -1).contiguous()
+    before = starting_state(context, turned(ends[-first:], -there), kept)
+    return torch.cat([state[:first] + turned(before, here), state[first:]])
 
 
 def legs(states: int) -> Tensor:
@@ -42,21 +210,6 @@ def evenly_spaced(states: int) -> Tensor:
 
 # Imaginary parts of the first A, by the name that `spectrum` says; the real parts are -1/2.
 IMAGINARY_PARTS = {"legs": legs, "inv": inverse, "lin": evenly_spaced}
-
-
-def filters(log_step: Tensor, A_log: Tensor, frequency: Tensor, B: Tensor, C: Tensor) -> Filters:
-    """Zero-order hold: a = e^{dt A}, b = B (a - 1) / A, with A = -exp(A_log) + i frequency."""
-    step, rate = log_step.exp().unsqueeze(-1), A_log.exp()
-    log_decay, angle = -step * rate, step * frequency
-    # x + i y = a - 1, without the cancellation for small angles, over A = -rate + i frequency.
-    growth = torch.expm1(log_decay)
-    x = growth * angle.cos() - 2 * torch.sin(angle / 2).square()
-    y = (growth + 1) * angle.sin()
-    size = rate.square() + frequency.square()
-    held = (frequency * y - rate * x) / size, (-rate * y - frequency * x) / size
-    (p, q), (r, s) = held, B.unbind(-2)
-    b = torch.cat([p * r - q * s, p * s + q * r], dim=-1)
-    return Filters(log_decay, angle, b, C.flatten(-2))
 
 
 def arguments(v: Tensor, given: Filters) -> Arguments:
@@ -102,10 +255,8 @@ class S4D(ScanMixer):
         forms="recurrent, chunked by matrix products",
     )  # fmt: skip
     options = ScanMixer.options | {"spectrum"}
+    state_size = 32
     float32_parameters = ("A_log", "frequency", "log_step", "B", "C", "D")
-
-    def default_head_k_dim(self) -> int:
-        return 32
 
     def memories(self) -> dict[str, tuple[int, ...]]:
         return {"recurrent": (self.num_heads, self.head_v_dim, 2 * self.head_k_dim)}
@@ -123,8 +274,17 @@ class S4D(ScanMixer):
         self.C = float32_parameter(torch.randn(parts) * 0.5**0.5)
 
     def filters(self) -> Filters:
-        """Factors of a token, inputs and read-outs of all channels."""
-        return filters(self.log_step, self.A_log, self.frequency, self.B, self.C)
+        """a, b and c of all channels, the input held for the time of a step."""
+        step, rate, frequency = self.log_step.exp().unsqueeze(-1), self.A_log.exp(), self.frequency
+        log_decay, angle = -step * rate, step * frequency
+        # x + i y = a - 1, without the cancellation for small angles, over A = -rate + i frequency.
+        growth = torch.expm1(log_decay)
+        x = growth * angle.cos() - 2 * torch.sin(angle / 2).square()
+        y = (growth + 1) * angle.sin()
+        size = rate.square() + frequency.square()
+        held = torch.cat([frequency * y - rate * x, -rate * y - frequency * x], dim=-1)
+        b = complex_product(held / size.repeat(1, 1, 2), self.B.flatten(-2))
+        return Filters(log_decay, angle, b, self.C.flatten(-2))
 
     def taps(self, size: int) -> Tensor:
         """[H V, size] the filter of each channel, for `long_convolution`: 2 Re(sum of C b a^l)."""

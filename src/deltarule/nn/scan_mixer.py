@@ -1,6 +1,7 @@
-"""Mamba's block, which the layers over `selective_scan` share.
+"""What the layers over `selective_scan` share: Mamba's block, and states of one number a channel.
 
 v = SiLU(conv(W_v x))        y = W_o ((scan(v) + D * v) * SiLU(W_g x))
+h_t = a_t * h_{t-1} + w_t    one key channel, q = k = 1
 """
 
 from abc import abstractmethod
@@ -11,42 +12,38 @@ from torch import Tensor
 
 from deltarule import ops
 from deltarule.nn.call import LayerCall
-from deltarule.nn.checks import default_head_dim
-from deltarule.nn.gates import float32_parameter
+from deltarule.nn.checks import COMMON
+from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.layout import silence_padding
 from deltarule.nn.mixer import Mixer
-from deltarule.nn.options import COMMON
 from deltarule.nn.rule import Arguments
 
-EXPANSION = 2
-STATE_SIZE = 16
 # The step size comes through hidden_size / 16 channels, as in Mamba's release.
 STEP_RANK_SHARE = 16
 
 
-class ScanMixer(Mixer):
-    """Mamba's block: values convolved, scanned and added to themselves, then gated.
-
-    num_heads only groups the value channels: all read the same q and k. There is no norm.
-    """
+class ValueMixer(Mixer):
+    """A layer that projects x to values alone, which num_heads only groups; there is no norm."""
 
     options = COMMON - {"norm_eps"}
-    default_conv_size = 4
+    convolved: ClassVar[tuple[str, ...]] = ("v",)
     normless = True
-    default_output_gate = True
-    convolved = ("v",)
-    float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
-
-    def default_head_k_dim(self) -> int:
-        return STATE_SIZE
-
-    def default_head_v_dim(self) -> int:
-        sizes = self.hidden_size, "num_heads", self.num_heads
-        return default_head_dim("head_v_dim", EXPANSION, *sizes)
 
     def stream_sizes(self) -> dict[str, int]:
-        """The values alone: q and k come from them."""
         return {"v": self.num_heads * self.head_v_dim}
+
+
+class ScanMixer(ValueMixer):
+    """Mamba's block: values convolved, scanned and added to themselves, then gated.
+
+    All value channels read the same q and k.
+    """
+
+    state_size = 16
+    expand_v = 2
+    default_conv_size = 4
+    default_output_gate = True
+    float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
 
     @abstractmethod
     def build_scan(self, inner: int) -> None:
@@ -59,9 +56,6 @@ class ScanMixer(Mixer):
     def build_gates(self) -> None:
         self.build_scan(self.num_heads * self.head_v_dim)
         self.D = float32_parameter(torch.ones(self.num_heads, self.head_v_dim))
-
-    def memories(self) -> dict[str, tuple[int, ...]]:
-        return {"recurrent": (self.num_heads, self.head_v_dim, self.head_k_dim)}
 
     def read(self, call: LayerCall) -> Tensor:
         stream = self.values(call)
@@ -102,3 +96,18 @@ def scan(arguments: Arguments, call: LayerCall) -> Tensor:
     assert output.final_state is not None
     call.after["recurrent"] = output.final_state
     return output.o
+
+
+class VectorMixer(ValueMixer):
+    """A layer of independent channels, whose state is a vector."""
+
+    options = ValueMixer.options - {"head_k_dim"}
+    state_size = 1
+
+    def run(self, writes: Tensor, log_decay: Tensor, call: LayerCall) -> Tensor:
+        """h [B, T, H, channels], in float32 at least, of writes and logs of the same shape."""
+        writes = computed(writes)
+        one = torch.ones(*writes.shape[2:], 1, dtype=writes.dtype, device=writes.device)
+        decay = log_decay.expand(writes.shape)
+        given = {"q": one, "k": one, "v": writes, "value_log_decay": decay, "scale": 1.0}
+        return scan(given, call)

@@ -1,14 +1,48 @@
 """RWKV's token shift: what reads a token reads some of the one before, a share for each channel.
 
 x_t + share * (x_{t-1} - x_t)        first shares 1 - (i / C)^(p (1 - layer / layers))
+
+Its feed-forward half: y_t = W_o max(W_u (x_t + mix * (x_{t-1} - x_t)), 0)^2
 """
 
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
+from deltarule.nn.frame import Frame
+from deltarule.nn.gates import float32_parameter
+
+
+class ChannelMix(Frame):
+    """A network of squared ReLU that reads each token mixed with the one before.
+
+    Source: arXiv 2503.14456, section 4.2.
+    """
+
+    float32_parameters = ("shift_mix",)
+    convolved = ()
+    shifts = True
+
+    def __init__(
+        self, hidden_size: int, mlp_size: int, *, layer_index: int = 0, num_layers: int = 1
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.conv_size = hidden_size, 0
+        share = torch.arange(hidden_size, dtype=torch.float32) / hidden_size
+        above = 1 - layer_index / num_layers
+        self.shift_mix = float32_parameter(1 - share.pow(above**4))
+        self.up_proj = nn.Linear(hidden_size, mlp_size, bias=False)
+        self.o_proj = nn.Linear(mlp_size, hidden_size, bias=False)
+
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def mix(self, call: LayerCall) -> Tensor:
+        x = torch.addcmul(call.x, call.token_shift(), self.shift_mix.to(call.x.dtype))
+        return self.o_proj(F.relu(self.up_proj(x)).square())
 
 
 def first_shares(

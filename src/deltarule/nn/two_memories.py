@@ -9,10 +9,10 @@ from torch import Tensor
 
 from deltarule import ops
 from deltarule.nn.call import LayerCall
+from deltarule.nn.checks import COMMON
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import Layout, silence_padding, split
 from deltarule.nn.mixer import Mixer
-from deltarule.nn.options import COMMON
 from deltarule.nn.rule import Arguments, System
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import one_of_each
