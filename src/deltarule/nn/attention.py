@@ -142,7 +142,6 @@ class Attention(Mixer):
 
     @classmethod
     def heads(cls, config: Any) -> dict[str, Any]:
-        """Read the numbers of query and of key heads from a model's config, and all of a head."""
         queries = checks.default(config.num_attention_heads, config.num_heads)
         numbers = {"num_heads": queries, "num_kv_heads": config.num_kv_heads}
         found = {own: getattr(config, n) for n, own in OPTIONS.items() if hasattr(config, n)}
@@ -170,7 +169,6 @@ class Attention(Mixer):
         return ("keys", "values") if self.window is None else ()
 
     def memories(self) -> dict[str, tuple[int, ...]]:
-        """None that starts at zero: `init_state` says what there is."""
         return {}
 
     def mix(self, call: LayerCall) -> Tensor:
@@ -230,7 +228,6 @@ class Attention(Mixer):
         return scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
 
     def _keys(self, k: Tensor) -> Tensor:
-        """A key for every query head."""
         return k.repeat_interleave(self.num_heads // self.num_kv_heads, dim=2)
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,7 +242,6 @@ class Attention(Mixer):
         return q, k, v
 
     def _put_out(self, o: Tensor, x: Tensor) -> Tensor:
-        """Gate [B, T, heads, D] if asked to, and project it back to the stream."""
         y = o.flatten(-2)
         if self.g_proj is not None:
             y = y * torch.sigmoid(linear(x, self.g_proj))
@@ -260,7 +256,6 @@ class Attention(Mixer):
         return self._put_out(o.flatten(1, -2).unsqueeze(1), x)
 
     def of_input(self) -> dict[str, nn.Module]:
-        """The modules that are applied to x itself, by the names of their results."""
         return {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj}
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:

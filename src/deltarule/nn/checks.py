@@ -78,14 +78,12 @@ def above_zero(name: str, value: float) -> float:
 
 
 def check_lower_bound(bound: float | None) -> float | None:
-    """Return the least log_decay if it is one."""
     if bound is not None and (not is_number(bound) or bound >= 0):
         raise ValueError(f"gate_lower_bound must be None or a finite number < 0, got {bound!r}")
     return bound
 
 
 def default(value: T | None, otherwise: T) -> T:
-    """Return the value, or the other where it is None."""
     return otherwise if value is None else value
 
 
@@ -95,7 +93,6 @@ def check_multiple(name: str, value: int, of: str, divisor: int) -> None:
 
 
 def check_even(name: str, channels: int) -> None:
-    """Refuse channels that cannot be paired."""
     if channels % 2:
         raise ValueError(f"{name} must be even for rotary positions, got {channels}")
 
@@ -113,7 +110,6 @@ def check_beta_max(beta_max: float | None) -> float | None:
 
 
 def check_depth(layer_index: int, num_layers: int) -> tuple[int, int]:
-    """Refuse a layer that lies outside its model."""
     positive("num_layers", num_layers)
     integer = isinstance(layer_index, int) and not isinstance(layer_index, bool)
     if not integer or not 0 <= layer_index < num_layers:

@@ -35,7 +35,6 @@ def released_arguments(projections: Projections) -> Arguments:
 
 
 def share(projections: Projections) -> Tensor:
-    """How much of the key erases, [H, 1]."""
     return torch.sigmoid(projections.need("erase_scale")).unsqueeze(-1)
 
 

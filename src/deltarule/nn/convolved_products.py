@@ -48,7 +48,6 @@ class Room:
         return like.new_empty(*like.shape[:-1], sum(self.sizes))
 
     def take(self, like: Tensor) -> Tensor:
-        """All of it, [..., sum of O]."""
         whole, self.whole = self.whole, None
         return self.made(like) if whole is None else whole
 
@@ -120,7 +119,6 @@ class ConvolvedProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, found: Convolved, count: int, activated: Any, *given: Any) -> Any:
-        """Given are x, `count` weights, the taps, histories and places of a `ShortConvs`."""
         from deltarule.ops.fused import short_conv_triton as kernels
 
         ctx.set_materialize_grads(False)

@@ -71,7 +71,6 @@ class DeltaMixer(Mixer):
 
     @classmethod
     def takes(cls, option: str) -> bool:
-        """Whether an option means something for this layer's rule."""
         # With an erase, the sum of the keys is not what the state holds: it divides nothing.
         divides = cls.maps_features and cls.rule.erase == "none" and not cls.rule.normalizer
         by_rule = {
@@ -87,11 +86,9 @@ class DeltaMixer(Mixer):
 
     @classmethod
     def heads(cls, config: Any) -> dict[str, int | None]:
-        """Read the numbers of key and value heads from a model's config."""
         return {"num_heads": config.num_heads, "num_v_heads": config.num_v_heads}
 
     def heads_of(self, name: str) -> int:
-        """Heads of q, k, v or beta."""
         return self.num_heads if name in ("q", "k") else self.num_v_heads
 
     def activates(self, name: str) -> bool:
@@ -105,7 +102,6 @@ class DeltaMixer(Mixer):
         return {name: size * self.heads_of(name) * steps[name] for name, size in sizes.items()}
 
     def build_projections(self) -> None:
-        """Make the feature map of q and k, then q, k and v with their convolutions."""
         self.qk_map = None
         if self.feature_map is not None:
             self.qk_map = QueryKeyMap(self.feature_map, self.num_heads, self.head_k_dim)
@@ -118,7 +114,6 @@ class DeltaMixer(Mixer):
             self.build_convolution(name, size)
 
     def build_gates(self) -> None:
-        """Make what the rule's gates are computed from; here the write strength, if it erases."""
         for name in ("A_log", "dt_bias", "D"):
             self.register_parameter(name, None)
         self.a_proj = self.b_proj = None
@@ -140,7 +135,6 @@ class DeltaMixer(Mixer):
         self.dt_bias = float32_parameter(dt_bias)
 
     def build_norm(self) -> nn.Module:
-        """Make the norm of each head, which would undo the division by a normaliser."""
         if self.normalizer or self.output_norm == "none":
             return GateOnly(self.gate_activation)
         if self.output_norm == "all":
@@ -149,7 +143,6 @@ class DeltaMixer(Mixer):
         return super().build_norm()
 
     def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """Normalise and gate, each head or all together."""
         if self.output_norm != "all":
             return super().normed(o, gate)
         normed: Tensor = self.o_norm(o.flatten(-2), None if gate is None else gate.flatten(-2))
@@ -160,7 +153,6 @@ class DeltaMixer(Mixer):
         return {"recurrent": (self.num_v_heads, self.head_v_dim + self.normalizer, features)}
 
     def mix(self, call: LayerCall) -> Tensor:
-        """Project, run the operator, read out."""
         call.decoding = self.decodes(call)
         projections = self.project(call)
         with recomputed(*call.convolved):
@@ -194,7 +186,6 @@ class DeltaMixer(Mixer):
         return one_token.add_normed_product(x, o, gate, self.o_norm, self.o_proj), call.after
 
     def project(self, call: LayerCall) -> Projections:
-        """Compute everything the rule may read."""
         steps, projected, convolved = self.n_steps, call.projected, False
         if not projected:
             modules = self.of_input()
@@ -262,7 +253,6 @@ class DeltaMixer(Mixer):
         return type(self).project is DeltaMixer.project and self.rule.final_state is as_it_is
 
     def keep_short(self, call: LayerCall, drafted: DraftedState) -> None:
-        """Keep what the histories and the number of tokens are after each token."""
         tokens = call.x.shape[1]
         for name in "qkv" if self.conv_size else ():
             history, x = drafted[f"{name}_conv"], call.projected[name]
@@ -300,7 +290,6 @@ class DeltaMixer(Mixer):
         call.keep_convolved(modules, streams, histories, found, after)
 
     def of_input(self) -> dict[str, nn.Module]:
-        """The modules that are applied to x itself, by the names of their results."""
         # From the table: a Python function answers each `self.q_proj`.
         modules = {name: self._modules.get(f"{name}_proj") for name in "qkvabg"}
         return {name: module for name, module in modules.items() if module is not None}
@@ -334,7 +323,6 @@ class DeltaMixer(Mixer):
         return ops.recurrent_step(**given), state
 
     def finish(self, o: Tensor, projections: Projections, call: LayerCall) -> Tensor:
-        """Read out, normalise each head, gate, and project back to the stream."""
         o = self.rule.read_out_function(o, projections)
         # The gate alone: what computes the norm again must not hold the other projections.
         gate = projections.output_gate

@@ -54,7 +54,6 @@ class DecayingFastWeights(Mixer):
     b_proj: nn.Linear
 
     def stream_sizes(self) -> dict[str, int]:
-        """Add both gates: a for each key channel, b for each value channel."""
         sizes = super().stream_sizes()
         return sizes | {"a": sizes["k"], "b": sizes["v"]}
 

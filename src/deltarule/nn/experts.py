@@ -87,7 +87,6 @@ class Experts(nn.Module):
         self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if shared_gate else None
 
     def forward(self, x: Hidden) -> Hidden:
-        """Map x [B, T, hidden_size] token by token."""
         rows = x.flatten(0, -2)
         weights, chosen = self.route(rows)
         count = len(self.up_proj)

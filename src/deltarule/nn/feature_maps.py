@@ -55,7 +55,6 @@ class FeatureMap:
 
 
 def elementwise(f: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    """Make a map of a function of x alone."""
     return lambda x, weight, position: f(x)
 
 

@@ -37,7 +37,6 @@ def gated_product(x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def several(x: Tensor, weight: Tensor, gated: bool = False, within: Any = None) -> Tensor:
-    """What the kernel of several rows makes of x [..., I]."""
     from deltarule.ops.fused.few_rows_triton import few_rows
 
     return few_rows(x.view(-1, x.shape[-1]), weight, gated, within).view(*x.shape[:-1], -1)

@@ -113,7 +113,6 @@ class Frame(nn.Module, ABC):
     def one_by_one(
         self, x: Hidden, state: DraftedState, shared: dict[str, Any]
     ) -> tuple[Hidden, State]:
-        """Mix one token after the other, and keep what changes with each."""
         outputs, kept, parts = [], [], []
         current = LentState(state)
         for t in range(x.shape[1]):
@@ -130,7 +129,6 @@ class Frame(nn.Module, ABC):
         return torch.cat(outputs, 1), current
 
     def check_context(self, context: Context | None) -> Context | None:
-        """Refuse to share sequences out where the last state is not linear in the first."""
         if context is not None and not self.linear_state:
             raise ValueError(
                 f"context must be None for {self.rule.name}: no process can know its state before "
@@ -170,7 +168,6 @@ class Frame(nn.Module, ABC):
         return LentState(state)
 
     def state_before(self, state: State | None, layout: Layout) -> State:
-        """Check the given state, or make the one that starts afresh."""
         if state is None:
             return self.init_state(layout.sequences)
         if isinstance(state, LentState):
@@ -201,7 +198,6 @@ class Frame(nn.Module, ABC):
         raise NotImplementedError
 
     def by_head(self, x: Tensor) -> Tensor:
-        """[B, T, HV * head_v_dim] -> [B, T, HV, head_v_dim]."""
         return split(x, self.num_v_heads, self.head_v_dim)
 
     def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
@@ -212,7 +208,6 @@ class Frame(nn.Module, ABC):
         return y if gate is None else y * ACTIVATIONS[self.gate_activation](gate.flatten(-2))
 
     def streams(self, call: LayerCall) -> list[Tensor]:
-        """Project x to q, k and v, convolve them, and split them into heads."""
         sizes = {"q": self.head_k_dim, "k": self.head_k_dim, "v": self.head_v_dim}
         return [split(self.stream(name, call), self.num_heads, n) for name, n in sizes.items()]
 
@@ -237,7 +232,6 @@ class Frame(nn.Module, ABC):
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move and cast the parameters, but never those of float32_parameters to 16 bits."""
         kept = [self._parameters.get(name) for name in self.float32_parameters]
         exact = {id(t) for p in kept if p is not None for t in (p, p.grad) if t is not None}
 

@@ -28,7 +28,6 @@ from deltarule.ops.context.exchange import starting_state
 
 
 def arguments(projections: Projections) -> Arguments:
-    """q~, k~ and the decay of both parts."""
     (phase,) = projections.running or (phases(projections),)
     q, k = (in_both_parts(x, phase) for x in (projections.q, projections.k))
     log_decay = F.logsigmoid(computed(projections.need("decay_logits")))
@@ -101,7 +100,6 @@ class GateLoop(DeltaMixer):
         self.decay_bias = float32_parameter(bias)
 
     def memories(self) -> dict[str, tuple[int, ...]]:
-        """A complex matrix, its two parts side by side, and how far it has turned."""
         heads, key_size = self.num_heads, self.head_k_dim
         return {"recurrent": (heads, self.head_v_dim, 2 * key_size), "phase": (heads, key_size)}
 

@@ -71,7 +71,6 @@ def gates_of(projections: Projections, decays: bool) -> Arguments:
 
 
 def step_and_log_decay(projections: Projections) -> tuple[Tensor, Tensor]:
-    """dt = softplus(decay_logits + dt_bias), and log_decay."""
     return log_decay(*decay_parts(projections), True)
 
 
@@ -124,7 +123,6 @@ def spread_A_log(dt_bias: Tensor, longest: float) -> Tensor:
 
 
 def _log_dt(dt_bias: Tensor) -> Tensor:
-    """The mean over each head's channels."""
     return F.softplus(dt_bias).log().view(len(dt_bias), -1).mean(-1)
 
 

@@ -63,7 +63,6 @@ class LowerBounds(Mixer):
             self.bound_logits = float32_parameter(torch.ones(sizes, dtype=torch.float32))
 
     def build_gates(self) -> None:
-        """Leave the bounds to `find_place`: a layer alone has none."""
         super().build_gates()
         self.register_parameter("bound_logits", None)
 

@@ -15,7 +15,6 @@ from deltarule.nn.rule import Arguments, Projections, Rule
 
 
 def arguments(projections: Projections) -> Arguments:
-    """What a channel forgets is its key."""
     log_decay, k = bounded_decay(projections.need("decay_logits"), projections.lower_bound)
     given = projections.qkv | {"k": k.to(projections.k.dtype), "beta": None}
     return given | {"log_decay": log_decay}
@@ -57,7 +56,6 @@ class HGRN2(LowerBounds, DeltaMixer):
         return name == "q"
 
     def project(self, call: LayerCall) -> Projections:
-        """Find this layer's least decays; f is where other layers have their keys."""
         p = super().project(call)
         q = p.q if self.conv_size else F.silu(p.q)
         return replace(p, q=q, decay_logits=p.k, lower_bound=self.lower_bound(call.shared))

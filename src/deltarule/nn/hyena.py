@@ -75,7 +75,6 @@ class MultiHeadHyena(Mixer):
     float32_parameters = ("filter_1", "filter_2", "filter_3", "filter_4", "frequency", "rate", "D")
 
     def activates(self, name: str) -> bool:
-        """Nothing follows the short convolution."""
         return False
 
     def filters(self) -> tuple[int, int, int]:
@@ -153,5 +152,4 @@ class Hyena(MultiHeadHyena):
     options = MultiHeadHyena.options - {"head_v_dim"}
 
     def filters(self) -> tuple[int, int, int]:
-        """A filter for each channel."""
         return self.num_heads * self.head_k_dim, 1, 1

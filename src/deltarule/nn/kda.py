@@ -57,7 +57,6 @@ class KDA(DeltaNet):
         self.build_rates(torch.zeros_like(A_log) if bounded else A_log, heads, key_size)
 
     def check_options(self) -> None:
-        """Refuse to spread rates that a bounded decay does not have."""
         if self.gate_lower_bound is not None and self.longest_horizon is not None:
             raise ValueError(
                 "longest_horizon must be None with gate_lower_bound: "
@@ -66,7 +65,6 @@ class KDA(DeltaNet):
 
     @classmethod
     def from_config(cls, config: Any, layer_index: int) -> Self:
-        """Build the layer of a model, whose output gate may have no bias."""
         layer = super().from_config(config, layer_index)
         if not getattr(config, "output_gate_bias", True) and isinstance(
             layer.g_proj, nn.Sequential
@@ -75,6 +73,5 @@ class KDA(DeltaNet):
         return layer
 
     def output_gate_projection(self) -> nn.Module:
-        """Project x through few channels to the gate of every output channel."""
         size = self.num_v_heads * self.head_v_dim
         return low_rank(self.hidden_size, self.head_v_dim, size, bias=True)

@@ -97,7 +97,6 @@ class LatentAttention(Attention):
         return State(state, values=state["keys"][..., :0])
 
     def of_input(self) -> dict[str, nn.Module]:
-        """What is applied to x itself, by the name of its result."""
         return {"q": self.q_proj, "kv": self.kv_a_proj}
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +126,6 @@ class LatentAttention(Attention):
         return torch.einsum("bthc, chv -> bthv", o, out)
 
     def expanded(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all heads, from c and r."""
         latent, shared = k.split([self.latent, self.sizes[1]], dim=-1)
         sizes = self.sizes[0], self.v_head_dim
         both = split(linear(latent.squeeze(2), self.kv_b_proj), self.num_heads, sum(sizes))

@@ -95,7 +95,6 @@ class Layout:
         return torch.where(self.real.unsqueeze(-1), moved, 0)
 
     def to_place(self, y: Tensor) -> Tensor:
-        """Move each token back to where `to_front` took it from."""
         if self.place is None:
             return y
         return torch.take_along_dim(y, self.place.unsqueeze(-1), dim=1)

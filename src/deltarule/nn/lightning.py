@@ -17,7 +17,6 @@ LEAST_SHARE = 1e-5
 
 
 def slopes(head: Tensor) -> Tensor:
-    """Slopes of heads 0..HV-1."""
     below = 1 << (len(head).bit_length() - 1)
     # Every other exponent of twice as many heads lies half a step before those of `below` heads.
     step = torch.where(head < below, head + 1, head - below + 0.5)

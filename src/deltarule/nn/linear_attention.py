@@ -28,7 +28,6 @@ def divided(o: Tensor, least: Tensor | float = SMALLEST, more: float = 0.0) -> T
 
 
 def arguments(projections: Projections) -> Arguments:
-    """No decay, no erase; q and k have been through the layer's feature map."""
     given = normed_qkv(projections, otherwise="none") | {"beta": None}
     if projections.normalizer:
         given |= {"v": with_one(projections.v), "scale": 1.0}
@@ -36,7 +35,6 @@ def arguments(projections: Projections) -> Arguments:
 
 
 def read_out(o: Tensor, projections: Projections) -> Tensor:
-    """o_t = S_t q_t, divided by z_t^T q_t if the layer has the normaliser."""
     return divided(o) if projections.normalizer else o
 
 

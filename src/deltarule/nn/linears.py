@@ -98,7 +98,6 @@ def together(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def as_multiplied(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """x and weights in the dtype of their products."""
     if not torch.is_autocast_enabled(x.device.type):
         return [x, *weights]
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -128,7 +127,6 @@ def weight_of(module: nn.Module) -> Tensor | None:
 
 
 def plain_weights(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The weights of those modules that are such products."""
     return [weight for module in modules if (weight := weight_of(module)) is not None]
 
 
@@ -151,7 +149,6 @@ class ExactLinear(nn.Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [..., I] to [..., O]."""
         compiled = torch.compiler.is_compiling()
         product: Any = wide_product if compiled else ExactProduct.apply
         y: Tensor = product(x, self.weight)
@@ -165,24 +162,20 @@ class ExactProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
-        """[..., O] for a weight [O, I]."""
         return wide_product(x, weight)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep both as they were given."""
         ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients by x and by the weight, in their dtypes."""
         x, weight = ctx.saved_tensors
         d_weight = wide_product(d_y.flatten(0, -2).mT, x.flatten(0, -2).mT)
         return wide_product(d_y, weight.mT).to(x.dtype), d_weight.to(weight.dtype)
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T, computed in float32 at least."""
     with without_autocast(x.device):
         return F.linear(computed(x), computed(weight))
 
@@ -192,7 +185,6 @@ class Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """[..., O] for each weight [O, I]."""
         ctx.set_materialize_grads(False)
         with without_autocast(x.device):
             ctx.groups, wholes, outputs = products_of(x, weights)
@@ -202,7 +194,6 @@ class Linears(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients by x and by each weight."""
         x, *wholes = ctx.saved_tensors
         return products_back(x, ctx.groups, wholes, d_outputs, ctx.needs_input_grad)
 
@@ -264,7 +255,6 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, shapes: Sequence[torch.Size], places: list[int]) -> "Group":
-        """A weight alone is left as it is."""
         sizes = [shapes[i][0] for i in places]
         lacking = [-size % EVEN if len(sizes) > 1 else 0 for size in sizes]
         cuts: list[int] = []

@@ -26,7 +26,6 @@ def arguments(projections: Projections) -> Arguments:
 
 
 def read_out(o: Tensor, projections: Projections) -> Tensor:
-    """o_t = S_t q_t + D v_t."""
     return (o + projections.need("D").unsqueeze(-1) * projections.v).to(o.dtype)
 
 
@@ -67,13 +66,11 @@ class Mamba2(DeltaMixer):
 
     @classmethod
     def heads(cls, config: Any) -> dict[str, int | None]:
-        """A model's groups as key heads, and its heads as value heads."""
         heads = config.num_v_heads or config.num_heads
         return {"num_heads": getattr(config, "n_groups", 1), "num_v_heads": heads}
 
     @classmethod
     def from_config(cls, config: Any, layer_index: int) -> Self:
-        """Build the layer of a model, with what its configuration says of multipliers and norm."""
         layer = super().from_config(config, layer_index)
         factors = getattr(config, "ssm_multipliers", (1.0,) * 5)
         layer.multipliers = {name: x for name, x in zip("gvkqa", factors, strict=True) if x != 1}
@@ -91,7 +88,6 @@ class Mamba2(DeltaMixer):
         return GroupRMSNorm(self.num_heads, size, self.norm_eps)
 
     def finish(self, o: Tensor, projections: Projections, call: LayerCall) -> Tensor:
-        """Read out, gate, and only then normalise."""
         o = self.rule.read_out_function(o, projections)
         if projections.output_gate is not None:
             o = o * F.silu(projections.output_gate)

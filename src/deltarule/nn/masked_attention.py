@@ -102,7 +102,6 @@ def attend_by_sight(
 def attend_tile(
     attend: Attend, q: Tensor, k: Tensor, v: Tensor, *, sight: Sight, first: int
 ) -> Tensor:
-    """Outputs of ROWS tokens from the first one."""
     last = min(first + ROWS, sight.tokens)
     lowest, visible = sight.mask(first, last)
     seen = slice(lowest, sight.rows - sight.tokens + last)
@@ -121,7 +120,6 @@ def again(tile: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tenso
 
 @constant_when_compiled
 def has_flash(device: int | None) -> bool:
-    """Whether PyTorch's flash attention runs there."""
     built = torch.backends.cuda.is_flash_attention_available()
     return built and torch.cuda.get_device_capability(device)[0] >= 8
 

@@ -36,13 +36,11 @@ class MemoryMixer(Mixer):
         """Draw a map before the first token, [num_heads, outputs, inputs]."""
 
     def build_gates(self) -> None:
-        """Draw the maps before the first token."""
         self.starts = nn.ParameterList(
             nn.Parameter(self.first_map(*sizes)) for sizes in self.map_sizes()
         )
 
     def memories(self) -> dict[str, tuple[int, ...]]:
-        """The sums of gradients, which start at zero."""
         return {
             name: (self.num_heads, *sizes)
             for name, sizes in zip(self.names(self.parts[1]), self.map_sizes(), strict=True)
@@ -65,10 +63,8 @@ class MemoryMixer(Mixer):
         return [part if index == 0 else f"{part}_{index + 1}" for index in maps]
 
     def held(self, part: str, call: LayerCall) -> tuple[Tensor, ...]:
-        """Read a part of every map from the state before."""
         return tuple(call.before[name] for name in self.names(part))
 
     def keep(self, parts: tuple[tuple[Tensor, ...], ...], call: LayerCall) -> None:
-        """Write every part of every map into the state after."""
         for part, tensors in zip(self.parts, parts, strict=True):
             call.after.update(zip(self.names(part), tensors, strict=True))

@@ -216,12 +216,10 @@ class Mixer(Frame):
 
     @classmethod
     def heads(cls, config: Any) -> dict[str, int | None]:
-        """Read the numbers of heads from a model's config."""
         return {"num_heads": config.num_heads}
 
     @classmethod
     def takes(cls, option: str) -> bool:
-        """Whether an option of the constructor means something for this layer."""
         return option in cls.options
 
     def find_place(self, layer_types: Sequence[str], layer_index: int) -> None:
@@ -272,7 +270,6 @@ class Mixer(Frame):
         return True
 
     def build_projections(self) -> None:
-        """Make the projections of x, and the short convolutions of what they put out."""
         sizes = self.stream_sizes()
         for name, size in sizes.items():
             self.build_projection(name, size)
@@ -280,12 +277,10 @@ class Mixer(Frame):
             self.build_convolution(name, sizes[name])
 
     def build_projection(self, name: str, size: int) -> None:
-        """Make what projects x to a stream."""
         projection = nn.Linear(self.hidden_size, size, bias=name in self.biased)
         setattr(self, f"{name}_proj", projection)
 
     def build_convolution(self, name: str, size: int) -> None:
-        """Make the short convolution of a stream, if the layer has them."""
         if self.conv_size:
             activated = self.activates(name)
             conv = ShortConv(size, self.conv_size, activated, self.conv_bias)
@@ -295,7 +290,6 @@ class Mixer(Frame):
         """Make what the decays, the write strengths and the like come from; here nothing."""
 
     def build_norm(self) -> nn.Module:
-        """Make the norm of the output: none, one of all heads, or one of each head, gated."""
         if self.normless:
             return GateOnly(self.gate_activation)
         if self.norm_of_all:
@@ -303,11 +297,9 @@ class Mixer(Frame):
         return GatedRMSNorm(self.head_v_dim, self.norm_eps, self.gate_activation)
 
     def build_output(self, gated: bool) -> None:
-        """Make the norm, the gate and the output projection."""
         self.o_norm = self.build_norm()
         self.g_proj = self.output_gate_projection() if gated else None
         self.o_proj = nn.Linear(self.num_v_heads * self.head_v_dim, self.hidden_size, bias=False)
 
     def output_gate_projection(self) -> nn.Module:
-        """Project x to the gate of every output channel."""
         return nn.Linear(self.hidden_size, self.num_v_heads * self.head_v_dim, bias=False)

@@ -52,11 +52,9 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(mlp_size, hidden_size, bias=False)
 
     def forward(self, x: Hidden) -> Hidden:
-        """Map x [B, T, hidden_size] token by token."""
         return swiglu(x, (*self.of_input().values(), self.down_proj), self.gate_multiplier)
 
     def of_input(self) -> dict[str, nn.Module]:
-        """What is applied to x itself, by the name of its result."""
         return {"gate": self.gate_proj, "up": self.up_proj}
 
 
@@ -101,7 +99,6 @@ class SquaredReLU(nn.Module):
         self.down_proj = nn.Linear(mlp_size, hidden_size, bias=False)
 
     def forward(self, x: Hidden) -> Hidden:
-        """Map x [B, T, hidden_size] token by token."""
         return linear(F.relu(linear(x, self.up_proj)).square(), self.down_proj)
 
 
@@ -120,7 +117,6 @@ class GatedProducts(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down: Tensor, factor: float
     ) -> Tensor:
-        """Map x [..., I], the gate times a factor, by weights of x's dtype."""
         from deltarule.ops.fused import swiglu_triton as kernels
 
         with without_autocast(x.device):

@@ -58,7 +58,6 @@ def capped_read_out(o: Tensor, projections: Projections) -> Tensor:
 
 
 def capped(projections: Projections) -> Projections:
-    """Bound the logits of both gates by SOFT_CAP."""
     decay, beta = (
         SOFT_CAP * torch.tanh(computed(projections.need(name)) / SOFT_CAP)
         for name in ("decay_logits", "beta_logits")
@@ -67,13 +66,11 @@ def capped(projections: Projections) -> Projections:
 
 
 def gates(projections: Projections) -> tuple[Tensor, Tensor]:
-    """log f and log i, both [B, T, HV]."""
     log_forget = F.logsigmoid(computed(projections.need("decay_logits")))
     return log_forget, computed(projections.need("beta_logits"))
 
 
 def maxima(projections: Projections) -> tuple[Tensor, ...]:
-    """m_{t-1} and m_t, [B, T, HV]."""
     return projections.running or running_maximum(*gates(projections), projections.rows)
 
 
@@ -108,14 +105,12 @@ class MLSTM(DeltaMixer):
 
     @classmethod
     def from_config(cls, config: Any, layer_index: int) -> Self:
-        """Build the layer of a model, whose output norm may have no bias."""
         layer = super().from_config(config, layer_index)
         if not getattr(config, "output_norm_bias", True):
             layer.o_norm.register_parameter("bias", None)
         return layer
 
     def memories(self) -> dict[str, tuple[int, ...]]:
-        """The matrix, and the maximum that it is kept by."""
         return super().memories() | {"stabilizer": (self.num_v_heads,)}
 
     def build_gates(self) -> None:
@@ -142,7 +137,6 @@ class MLSTM(DeltaMixer):
         return replace(p, running=running)
 
     def bounded(self, projections: Projections) -> Projections:
-        """Gates as the rule takes them."""
         return projections
 
 
@@ -167,7 +161,6 @@ class XLSTM7B(MLSTM):
     expand_v = 2
 
     def build_gates(self) -> None:
-        """Start with input gates that are nearly closed."""
         super().build_gates()
         nn.init.constant_(self.beta_bias, FIRST_INPUT_BIAS)
 

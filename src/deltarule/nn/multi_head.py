@@ -35,7 +35,6 @@ def arguments(projections: Projections) -> Arguments:
 
 
 def read_out(o: Tensor, projections: Projections) -> Tensor:
-    """The sum over the slots of each head."""
     p = projections
     heads = max(x.shape[2] for x in (p.q, p.k, p.v)) // p.slots
     return o.unflatten(2, (heads, -1)).sum(3)

@@ -51,7 +51,6 @@ class RMSNorm(nn.Module):
         self.eps, self.zero_centered = eps, zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., size]."""
         return gated_norm(x, None, self.weight, self.eps, zero_centered=self.zero_centered)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,7 +196,6 @@ def why_no_residual_norm(x: Tensor, y: Tensor) -> str | None:
 
 
 def why_no_row(x: Tensor) -> str | None:
-    """What no kernel of a norm can do."""
     if x.shape[-1] > fused.MAX_CHANNELS:
         return f"the Triton kernel takes up to {fused.MAX_CHANNELS} channels, got {x.shape[-1]}"
     return why_not_fused(x)

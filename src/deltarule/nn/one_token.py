@@ -50,7 +50,6 @@ def fits_heads(heads: int, size: int) -> bool:
 
 
 def normed_products(x: Tensor, norm: Any, modules: Sequence[Any]) -> tuple[Tensor, ...]:
-    """norm(x) times each weight."""
     from deltarule.ops.fused.one_row_triton import normed_row
 
     weights = [module.weight for module in modules]
@@ -72,7 +71,6 @@ def add_normed_product(x: Tensor, o: Tensor, gate: Tensor | None, norm: Any, mod
 
 
 def add_mlp(x: Tensor, norm: Any, mlp: SwiGLU) -> Tensor:
-    """x + mlp(norm(x))."""
     from deltarule.ops.fused.one_row_triton import one_row
 
     gate, up = normed_products(x, norm, (mlp.gate_proj, mlp.up_proj))

@@ -26,7 +26,6 @@ class Recipe:
     """How one tensor is computed again; until `close` it is known by where it lies."""
 
     def __init__(self, x: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Keep the tensor for as long as others may come to save it."""
         self.x: Tensor | None = x
         self.compute = compute
         # The backward pass runs outside the forward's autocast.
@@ -59,7 +58,6 @@ class Recipe:
         return x
 
     def as_before(self) -> AbstractContextManager[object]:
-        """The autocast of the forward, where there is any then or now."""
         kind, _, enabled = self.autocast
         anywhere = enabled or torch.is_autocast_enabled(kind)
         return torch.autocast(*self.autocast) if anywhere else nullcontext()

@@ -44,7 +44,6 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
 
 
 def roles_of(module: nn.Module) -> Iterator[tuple[str, Role]]:
-    """Parameters and submodules whose role a module states."""
     if isinstance(module, nn.Embedding):
         yield "weight", "embedding"
     for cls in type(module).__mro__:

@@ -79,7 +79,6 @@ class RWKV4(VectorMixer):
         self.bonus = float32_parameter((zigzag / 2 + torch.tensor(0.3).log()).view(sizes))
 
     def memories(self) -> dict[str, tuple[int, ...]]:
-        """Both sums, and the maximum that they are kept by."""
         sizes = self.num_heads, self.head_v_dim
         return {"recurrent": (sizes[0], 2 * sizes[1], 1), "stabilizer": sizes}
 
@@ -91,7 +90,6 @@ class RWKV4(VectorMixer):
         return self.o_proj(self.normed(o.to(call.x.dtype), gate))
 
     def weighted_mean(self, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
-        """o [B, T, H, V] of k and v."""
         layout = call.layout
         log_decay, logits = (-self.A_log.exp()).expand(k.shape).flatten(-2), k.flatten(-2)
         start = call.before["stabilizer"].flatten(-2)

@@ -28,7 +28,6 @@ def arguments(projections: Projections) -> Arguments:
 
 
 def read_out(o: Tensor, projections: Projections) -> Tensor:
-    """Add (q . (u * k)) v."""
     read = computed(projections.q) * projections.k * projections.need("bonus")
     return (o + read.sum(-1, keepdim=True) * projections.v).to(o.dtype)
 
@@ -41,7 +40,6 @@ def final_state(state: Tensor, projections: Projections) -> Tensor:
 
 
 def log_decay(projections: Projections) -> Tensor:
-    """log a = -exp(decay_logits)."""
     return -computed(projections.need("decay_logits")).clamp(max=LARGEST).exp()
 
 

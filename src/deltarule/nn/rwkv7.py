@@ -43,7 +43,6 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
 
 
 def written_key(projections: Projections) -> Tensor:
-    """k' = k (1 + (eta - 1) replace_scale)."""
     rate = torch.sigmoid(computed(projections.need("erase_logits")))
     return projections.k * (1 + (rate - 1) * projections.need("replace_scale"))
 
@@ -172,7 +171,6 @@ class RWKV7(DeltaMixer):
         return self.map_through(rank, outputs, activation)
 
     def map_through(self, rank: int, outputs: int, activation: nn.Module | None) -> nn.Sequential:
-        """A map through so many channels, that starts at zero."""
         small = low_rank(self.hidden_size, rank, outputs, activation=activation)
         down, up = small.parameters()
         nn.init.zeros_(down)
@@ -201,7 +199,6 @@ class RWKV7(DeltaMixer):
         )  # fmt: skip
 
     def mix_values(self, x: Tensor, shared: dict[str, Tensor]) -> Tensor:
-        """v + sigmoid(value logits) (v of the first layer - v)."""
         v = split(self.v_proj(x), self.num_heads, self.head_v_dim)
         if self.value_proj is None or self.value_bias is None:
             shared[FIRST_VALUES] = v

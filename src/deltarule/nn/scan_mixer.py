@@ -80,7 +80,6 @@ class ScanMixer(ValueMixer):
         return -(-self.hidden_size // STEP_RANK_SHARE)
 
     def rates(self) -> Tensor:
-        """log(1), ..., log(K) for every value channel."""
         rate = torch.arange(1, self.head_k_dim + 1, dtype=torch.float32)
         return rate.log().repeat(self.num_heads, self.head_v_dim, 1)
 

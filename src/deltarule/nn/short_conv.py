@@ -37,7 +37,6 @@ class ShortConv(nn.Module):
     def __init__(
         self, channels: int, size: int = 4, activated: bool = True, bias: bool = False
     ) -> None:
-        """Draw the taps from U(-W^-1/2, W^-1/2)."""
         super().__init__()
         self.register_parameter("bias", nn.Parameter(torch.zeros(channels)) if bias else None)
         self.activated = activated
@@ -101,7 +100,6 @@ def fused_convolution(
 
 
 def packing(layout: Layout) -> tuple[Tensor | None, ...]:
-    """Where sequences begin and end, as kernels are told it."""
     counts = None if layout.real is None else layout.counts
     return layout.cu_seqlens, layout.sequence, counts
 

@@ -29,7 +29,6 @@ class _Tensors(ABC):
         """Return the state with f applied to every tensor."""
 
     def clone(self) -> Self:
-        """Return a copy that shares no memory."""
         return self.map(torch.clone)
 
     def detach(self) -> Self:

@@ -76,11 +76,9 @@ class TitansLinear(MemoryMixer):
         return [(self.head_v_dim, self.head_k_dim)]
 
     def first_map(self, outputs: int, inputs: int) -> Tensor:
-        """Weights that keep the size of what they map."""
         return torch.randn(self.num_heads, outputs, inputs) * inputs**-0.5
 
     def init_state(self, batch_size: int) -> State:
-        """Return the learned memory, which is its own anchor, and no momentum."""
         state = super().init_state(batch_size)
         for name, anchor in zip(self.names("recurrent"), self.names("anchor"), strict=True):
             state[anchor] = state[name].clone()
@@ -133,7 +131,6 @@ class TitansMLP(TitansLinear):
     share_of_rate = 0.1
 
     def bounded(self, v: Tensor) -> Tensor:
-        """v, at most of norm 4 for each token and head."""
         size = computed(v).norm(dim=-1, keepdim=True)
         return v * (LARGEST_VALUE / size.clamp(min=LARGEST_VALUE)).to(v.dtype)
 

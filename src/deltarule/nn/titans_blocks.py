@@ -72,7 +72,6 @@ class TitansMAG(Mixer):
             positive("num_persistent", self.num_persistent)
 
     def build_output(self, gated: bool) -> None:
-        """Make the memory, the learned tokens, and the output of attention with both norms."""
         given = {name: getattr(self, name) for name in SIZES + OPTIONS}
         self.memory = TitansMLP(self.hidden_size, output_gate=gated, **given)
         self.persistent = nn.Parameter(torch.randn(self.num_persistent, self.hidden_size))
@@ -80,14 +79,12 @@ class TitansMAG(Mixer):
         self.m_norm = self.build_norm()
 
     def build_norm(self) -> nn.Module:
-        """Norm of the output of attention or of the memory."""
         return RMSNorm(self.hidden_size, self.norm_eps)
 
     def kept_rows(self) -> int:
         return self.window - 1
 
     def memories(self) -> dict[str, tuple[int, ...]]:
-        """Keys and values, all heads in a row, beside what the memory keeps."""
         keys, values = (self.num_heads * n for n in (self.head_k_dim, self.head_v_dim))
         return {"keys": (self.kept_rows(), keys), "values": (self.kept_rows(), values)}
 
@@ -102,7 +99,6 @@ class TitansMAG(Mixer):
         return State(rows, **self.memory.init_state(batch_size), length=length)
 
     def init_state(self, batch_size: int) -> State:
-        """Return the state after the learned tokens."""
         state = self.empty_state(batch_size)
         if batch_size == 0 or self.num_persistent == 0 or not self.remembers_start:
             return state
@@ -127,7 +123,6 @@ class TitansMAG(Mixer):
         return self.gated(y, self.remember(call.x, call))
 
     def gated(self, y: Tensor, m: Tensor) -> Tensor:
-        """y^ * sigmoid(m^)."""
         return self.o_norm(y) * torch.sigmoid(self.m_norm(m))
 
     def remember(self, x: Tensor, call: LayerCall) -> Tensor:
@@ -144,7 +139,6 @@ class TitansMAG(Mixer):
         return y if name == "v" else rotate(y, positions, self.rope_theta or 1.0)
 
     def heads_of(self, x: Tensor) -> Tensor:
-        """[.., H C] -> [.., H, C]."""
         return split(x, self.num_heads, x.shape[-1] // self.num_heads)
 
     def start(self, like: Tensor) -> list[Tensor]:
@@ -154,7 +148,6 @@ class TitansMAG(Mixer):
         return [self.project(name, x, positions) for name in "kv"]
 
     def attend(self, x: Tensor, call: LayerCall) -> Tensor:
-        """Attention of [N, L, D] over the window, and over what is always seen."""
         layout, seen = call.layout, call.before["length"]
         positions = call.positions()
         if x.shape[1] == 0:

@@ -46,11 +46,9 @@ class TitansMAC(TitansMAG):
     remembers_start = False
 
     def kept_rows(self) -> int:
-        """As many as a whole segment has."""
         return self.window
 
     def memories(self) -> dict[str, tuple[int, ...]]:
-        """Keys and values of h beside those of x."""
         return {name: (rows, 2 * size) for name, (rows, size) in super().memories().items()}
 
     def exact(self) -> tuple[str, ...]:
@@ -62,7 +60,6 @@ class TitansMAC(TitansMAG):
         return State(state, **{own: state[of].clone() for own, of in names})
 
     def mix_rows(self, call: LayerCall) -> Tensor:
-        """One segment after the other; rows may begin within one."""
         layout, place = call.layout, call.before["length"] % self.window
         state = State(call.before, length=call.before["length"] + layout.counts)
         if layout.tokens == 0:

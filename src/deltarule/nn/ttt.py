@@ -79,7 +79,6 @@ class TTTLinear(MemoryMixer):
         return [(self.head_k_dim, self.head_k_dim + 1)]
 
     def first_map(self, outputs: int, inputs: int) -> Tensor:
-        """Small weights and no bias."""
         first = FIRST_WEIGHT * torch.randn(self.num_heads, outputs, inputs)
         first[..., -1] = 0
         return first

@@ -60,7 +60,6 @@ class SlotMixer(Mixer):
         """Compute the slots and their decays from [B, T, H, M], and keep what they carry."""
 
     def arguments(self, call: LayerCall) -> Arguments:
-        """Project to all that `two_memories` takes but the memories."""
         streams = dict(zip("qkv", self.streams(call), strict=True))
         logits = split(self.stream("s", call), self.num_heads, self.num_slots)
         return streams | self.slots(logits, call)
@@ -104,7 +103,6 @@ class ABC(SlotMixer):
     default_output_gate = True
 
     def memories(self) -> dict[str, tuple[int, ...]]:
-        """Both memories, and the logarithm of the sum that divides them."""
         return super().memories() | {"log_sum": (self.num_heads, self.num_slots)}
 
     def slots(self, logits: Tensor, call: LayerCall) -> Arguments:
