@@ -23,22 +23,19 @@ from deltarule.nn.gates import computed, float32_parameter, initial_dt_bias
 from deltarule.nn.layout import split
 from deltarule.nn.rotation import in_float64, within_a_turn
 from deltarule.nn.rule import Arguments, Projections, Rule
-from deltarule.ops.context import Context
 from deltarule.ops.context.exchange import starting_state
 
 
 def arguments(projections: Projections) -> Arguments:
     (phase,) = projections.running or (phases(projections),)
-    q, k = (in_both_parts(x, phase) for x in (projections.q, projections.k))
+    cos, sin = phase.cos(), phase.sin()
+    # e^{-i Phi} x: real parts before imaginary ones.
+    both = (torch.cat([x * cos, -x * sin], dim=-1) for x in (projections.q, projections.k))
+    q, k = (x.to(projections.q.dtype) for x in both)
     log_decay = F.logsigmoid(computed(projections.need("decay_logits")))
     given = {"q": q, "k": k, "v": projections.v, "beta": None}
-    both = torch.cat([log_decay] * 2, dim=-1)
-    return given | {"log_decay": both, "scale": log_decay.shape[-1] ** -0.5}
-
-
-def in_both_parts(x: Tensor, phase: Tensor) -> Tensor:
-    """e^{-i Phi} x: (x cos Phi, -x sin Phi) [B, T, H, 2 K], in the dtype of x."""
-    return torch.cat([x * phase.cos(), -x * phase.sin()], dim=-1).to(x.dtype)
+    decays = torch.cat([log_decay] * 2, dim=-1)
+    return given | {"log_decay": decays, "scale": log_decay.shape[-1] ** -0.5}
 
 
 def phases(projections: Projections, start: Tensor | None = None) -> Tensor:
@@ -51,14 +48,6 @@ def phases(projections: Projections, start: Tensor | None = None) -> Tensor:
         before = F.pad(total, (0, 0, 0, 0, 1, 0))
         start = start - before[0, layout.cu_seqlens[:-1]]
     return within_a_turn(total + per_token(start, layout), turns.dtype)
-
-
-def turned_before(context: Context, turns: Tensor, given: Tensor) -> Tensor:
-    """[N, HV, K] how far documents had turned before these tokens, given where they begin here."""
-    tail = turns[:, context.tail :].sum(1).unsqueeze(-2)
-    kept = torch.full_like(tail, float(context.goes_on and context.tail == 0))
-    before = starting_state(context, tail, kept).squeeze(-2)
-    return torch.cat([given[: len(before)] + before, given[len(before) :]])
 
 
 class GateLoop(DeltaMixer):
@@ -108,7 +97,11 @@ class GateLoop(DeltaMixer):
         turns = computed(split(self.w_proj(call.x), self.num_heads, self.head_k_dim))
         start = call.before["phase"]
         if (context := call.layout.context) is not None:
-            start = turned_before(context, turns, start)
+            # How far others have turned, of the document that begins elsewhere.
+            tail = turns[:, context.tail :].sum(1).unsqueeze(-2)
+            kept = torch.full_like(tail, float(context.goes_on and context.tail == 0))
+            before = starting_state(context, tail, kept).squeeze(-2)
+            start = torch.cat([start[: len(before)] + before, start[len(before) :]])
         p = replace(p, decay_logits=p.need("decay_logits") + self.decay_bias, phase=turns)
         phase = phases(p, start)
         call.after["phase"] = last_token(phase, call.layout, otherwise=start)

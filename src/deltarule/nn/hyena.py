@@ -33,17 +33,6 @@ FASTEST, SLOWEST = 0.3, 1.5
 LEFT = 0.01
 
 
-def implicit_filter(layers: list[Tensor], frequency: Tensor, rate: Tensor, size: int) -> Tensor:
-    """Taps [F, size] of maps [outputs, inputs + 1], the last column the bias, and [F, inputs]."""
-    time = torch.arange(size, device=rate.device).to(rate.dtype).unsqueeze(1) / size
-    angle = 2 * math.pi * time * torch.arange(BANDS, device=rate.device)
-    with without_autocast(rate.device):
-        x = torch.cat([time, angle.cos(), angle.sin()], dim=1)
-        for layer in layers[:-1]:
-            x = torch.sin(frequency * F.linear(x, layer[:, :-1], layer[:, -1]))
-        return F.linear(x, layers[-1]).mT * torch.exp(-rate.abs().unsqueeze(1) * time.mT)
-
-
 class MultiHeadHyena(Mixer):
     """Multi-head Hyena: S = sum_j h_j v_{t-j} k_{t-j}^T, o = S q, with one filter for each head.
 
@@ -111,9 +100,17 @@ class MultiHeadHyena(Mixer):
 
     def taps(self) -> Tensor:
         """[F, L] all filters, the skip with the token itself."""
-        layers = [getattr(self, f"filter_{index}") for index in range(1, 5)]
-        taps = implicit_filter(layers, self.frequency, self.rate, self.filter_size)
-        return taps + F.pad(self.D.unsqueeze(1), (0, self.filter_size - 1))
+        # Maps [outputs, inputs + 1], the last column the bias, and one [F, inputs] without.
+        *layers, last = (getattr(self, f"filter_{index}") for index in range(1, 5))
+        size, rate = self.filter_size, self.rate
+        time = torch.arange(size, device=rate.device).to(rate.dtype).unsqueeze(1) / size
+        angle = 2 * math.pi * time * torch.arange(BANDS, device=rate.device)
+        with without_autocast(rate.device):
+            x = torch.cat([time, angle.cos(), angle.sin()], dim=1)
+            for layer in layers:
+                x = torch.sin(self.frequency * F.linear(x, layer[:, :-1], layer[:, -1]))
+            taps = F.linear(x, last).mT * torch.exp(-rate.abs().unsqueeze(1) * time.mT)
+        return taps + F.pad(self.D.unsqueeze(1), (0, size - 1))
 
     def read(self, call: LayerCall) -> Tensor:
         filters, key_size, value_size = self.filters()

@@ -157,19 +157,14 @@ class Mixer(Frame):
         self.head_v_dim = checks.positive("head_v_dim", head_v_dim)
         self.beta_max = checks.default(checks.check_beta_max(beta_max), self.default_beta_max)
         self.n_steps = checks.positive("n_steps", checks.default(n_steps, self.default_n_steps))
-        if longest_horizon is not None and not (
-            checks.is_number(longest_horizon) and longest_horizon > 8
-        ):
-            raise ValueError(
-                f"longest_horizon must be None or a number above 8, got {longest_horizon!r}"
-            )
-        self.longest_horizon = longest_horizon
+        self.longest_horizon = horizon = longest_horizon
+        if horizon is not None and (not checks.is_number(horizon) or horizon <= 8):
+            raise ValueError(f"longest_horizon must be None or a number above 8, got {horizon!r}")
         self.gate_lower_bound = checks.check_lower_bound(gate_lower_bound)
         slots = checks.default(self.default_num_slots, self.head_k_dim)
         self.num_slots = checks.positive("num_slots", checks.default(num_slots, slots))
-        self.filter_size = filter_size
         self.mini_batch = checks.positive("mini_batch", checks.default(mini_batch, 16))
-        self.window, self.num_persistent = window, num_persistent
+        self.window, self.num_persistent, self.filter_size = window, num_persistent, filter_size
         self.spectrum = checks.default(spectrum, SPECTRA[0])
         self.rope_theta = checks.above_zero("rope_theta", checks.default(rope_theta, 10000.0))
         self.norm_eps = checks.above_zero("norm_eps", norm_eps)
@@ -185,7 +180,7 @@ class Mixer(Frame):
         neutral |= {"num_v_heads": num_heads, "head_k_dim": 1, "head_v_dim": self.head_k_dim}
         neutral["normalizer"] = divides
         check_meant(self.rule.name, self.takes, given, neutral)
-        words = {name: given.get(name) for name in ("qk_norm", "output_norm", "spectrum")}
+        words = {"qk_norm": qk_norm, "output_norm": output_norm, "spectrum": spectrum}
         check_words({"feature_map": self.feature_map, **words}, self.normalizer)
         self.check_options()
         self.build_projections()
@@ -277,14 +272,12 @@ class Mixer(Frame):
             self.build_convolution(name, sizes[name])
 
     def build_projection(self, name: str, size: int) -> None:
-        projection = nn.Linear(self.hidden_size, size, bias=name in self.biased)
-        setattr(self, f"{name}_proj", projection)
+        self.add_module(f"{name}_proj", nn.Linear(self.hidden_size, size, name in self.biased))
 
     def build_convolution(self, name: str, size: int) -> None:
         if self.conv_size:
-            activated = self.activates(name)
-            conv = ShortConv(size, self.conv_size, activated, self.conv_bias)
-            setattr(self, f"{name}_conv", conv)
+            given = self.conv_size, self.activates(name), self.conv_bias
+            self.add_module(f"{name}_conv", ShortConv(size, *given))
 
     def build_gates(self) -> None:
         """Make what the decays, the write strengths and the like come from; here nothing."""

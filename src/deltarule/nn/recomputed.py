@@ -23,7 +23,7 @@ Computed = tuple[Tensor, Callable[[], Tensor]]
 
 
 class Recipe:
-    """How one tensor is computed again; until `close` it is known by where it lies."""
+    """How one tensor is computed again, known by where it lies while others may save it."""
 
     def __init__(self, x: Tensor, compute: Callable[[], Tensor]) -> None:
         self.x: Tensor | None = x
@@ -43,24 +43,20 @@ class Recipe:
             and x.is_contiguous()
         )
 
-    def close(self) -> None:
-        self.x = None
-
     def read(self) -> Tensor:
         """Compute the tensor for its first reader; the others share it."""
         if self.x is None:
-            with torch.no_grad(), self.as_before(), self.surrounding():
+            kind, _, enabled = self.autocast
+            # The forward's autocast, where there is any then or now.
+            anywhere = enabled or torch.is_autocast_enabled(kind)
+            autocast = torch.autocast(*self.autocast) if anywhere else nullcontext()
+            with torch.no_grad(), autocast, self.surrounding():
                 self.x = self.compute()
             self.left = self.readers
         x, self.left = self.x, self.left - 1
         if not self.left:
             self.x = None
         return x
-
-    def as_before(self) -> AbstractContextManager[object]:
-        kind, _, enabled = self.autocast
-        anywhere = enabled or torch.is_autocast_enabled(kind)
-        return torch.autocast(*self.autocast) if anywhere else nullcontext()
 
 
 class Pack:
@@ -111,7 +107,7 @@ def remembered(*tensors: Computed) -> Iterator[None]:
             yield
     finally:
         for recipe in recipes.values():
-            recipe.close()
+            recipe.x = None
 
 
 def hooks_are_free() -> bool:

@@ -21,12 +21,6 @@ FIRST_DECAYS = (0.9, 0.999)
 SMALLEST = 1e-20
 
 
-def decay_and_amplitude(gate_logits: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
-    """log a = -8 r softplus(rate), where sigmoid(-rate) is the print's a; and sqrt(1 - a^2)."""
-    log_decay = -POWER * torch.sigmoid(computed(gate_logits)) * F.softplus(rate)
-    return log_decay, (-torch.expm1(2 * log_decay)).clamp(min=SMALLEST).sqrt()
-
-
 def within_heads(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """[B, T, H, V] of x [B, T, H, V], each head by a matrix [H, V, V] of its own."""
     return (x.transpose(1, 2) @ weight.to(x.dtype)).transpose(1, 2) + bias
@@ -82,9 +76,10 @@ class RGLRU(VectorMixer):
 
     def read(self, call: LayerCall) -> Tensor:
         x = self.by_head(self.stream("v", call))
-        log_decay, amplitude = decay_and_amplitude(
-            within_heads(x, self.a_weight, self.a_bias), self.rate
-        )
+        gate = torch.sigmoid(computed(within_heads(x, self.a_weight, self.a_bias)))
+        # sigmoid(-rate) is the print's a.
+        log_decay = -POWER * gate * F.softplus(self.rate)
+        amplitude = (-torch.expm1(2 * log_decay)).clamp(min=SMALLEST).sqrt()
         first = (call.positions() == 0)[..., None, None]
         writes = torch.sigmoid(computed(within_heads(x, self.i_weight, self.i_bias))) * x
         h = self.run(torch.where(first, writes, amplitude * writes), log_decay, call)

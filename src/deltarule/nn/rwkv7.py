@@ -15,12 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
-from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gates import computed, float32_parameter, low_rank
-from deltarule.nn.layout import split
-from deltarule.nn.norm import GatedGroupNorm
 from deltarule.nn.rule import Arguments, Projections, Rule
-from deltarule.nn.token_shift import first_shares, shifted
+from deltarule.nn.token_shift import ShiftedMixer, first_shares, shifted
 
 # The fastest decay a token, exp(-e^(-1/2)) = 0.545: the authors' bound for stable training.
 RATE = math.exp(-0.5)
@@ -49,7 +46,6 @@ def written_key(projections: Projections) -> Tensor:
 
 # Where the first layer leaves its values for the layers after it.
 FIRST_VALUES = "rwkv7_first_values"
-GROUP_NORM_EPS = 64e-5
 # What each projection reads, and how fast its share of the token before falls with the channel.
 SHIFT_POWERS = {"q": 0.2, "decay": 0.9, "k": 0.7, "v": 0.7, "erase": 0.9, "gate": 0.2}
 
@@ -58,7 +54,7 @@ SHIFT_POWERS = {"q": 0.2, "decay": 0.9, "k": 0.7, "v": 0.7, "erase": 0.9, "gate"
 SMALL_MAPS = ("a_proj", "erase_proj", "value_proj", "g_proj")
 
 
-class RWKV7(DeltaMixer):
+class RWKV7(ShiftedMixer):
     """RWKV-7: S = S (Diag(w) - u (eta * u)^T) + v k'^T, the rank-one part seeing the old state.
 
     Every projection reads x mixed with the token before (token shift: `shift` [N, hidden_size] in
@@ -86,9 +82,6 @@ class RWKV7(DeltaMixer):
         arguments=arguments, read_out_function=read_out,
     )  # fmt: skip
     of_tokens = (FIRST_VALUES,)
-    shifts = True
-    default_output_gate = True
-    options = DeltaMixer.options - {"num_v_heads", "conv_size", "norm_eps"}
     float32_parameters = (
         *("shift_mix", "decay_bias", "erase_bias", "value_bias"),
         *("erase_scale", "replace_scale", "bonus"),
@@ -97,7 +90,6 @@ class RWKV7(DeltaMixer):
     roles = dict.fromkeys(("erase_proj", "value_proj", "g_proj"), "gate")
 
     value_bias: nn.Parameter | None
-    a_proj: nn.Module
     erase_proj: nn.Module
     value_proj: nn.Module | None
 
@@ -121,7 +113,9 @@ class RWKV7(DeltaMixer):
         place = self.hidden_size, self.layer_index, self.num_layers
         self.shift_mix = float32_parameter(first_shares(SHIFT_POWERS.values(), *place))
         self.a_proj = self.small_map(1.8, 0.5, key_channels, nn.Tanh())
-        decay_bias = self.initial_decay_bias(key_channels)
+        # From slow in the first channels to fast in the last.
+        share = torch.arange(key_channels, dtype=torch.float32) / max(1, key_channels - 1)
+        decay_bias = -6.5 + 5 * share.pow(0.85 + self.depth**0.5)
         self.decay_bias = float32_parameter(decay_bias.view(heads, key_size))
         self.erase_proj = self.small_map(1.8, 0.5, key_channels)
         self.erase_bias = float32_parameter(torch.zeros(heads, key_size))
@@ -135,9 +129,6 @@ class RWKV7(DeltaMixer):
         )
         self.replace_scale = float32_parameter(torch.ones(heads, key_size))
         self.bonus = float32_parameter(torch.zeros(heads, key_size))
-
-    def build_norm(self) -> nn.Module:
-        return GatedGroupNorm(self.num_v_heads, self.head_v_dim, GROUP_NORM_EPS)
 
     def output_gate_projection(self) -> nn.Module:
         """Project the shifted x through few channels to the gate, without a last activation."""
@@ -178,35 +169,21 @@ class RWKV7(DeltaMixer):
         up.data.copy_(nn.init.orthogonal_(computed(up.detach()), gain=0.1))
         return small
 
-    def initial_decay_bias(self, channels: int) -> Tensor:
-        """Decays from slow in the first channels to fast in the last."""
-        share = torch.arange(channels, dtype=torch.float32) / max(1, channels - 1)
-        return -6.5 + 5 * share.pow(0.85 + self.depth**0.5)
-
     def project(self, call: LayerCall) -> Projections:
         x = shifted(call, SHIFT_POWERS, self.shift_mix)
-        heads, key_size, value_size = self.num_heads, self.head_k_dim, self.head_v_dim
-        decay_logits = split(self.a_proj(x["decay"]), heads, key_size)
-        erase_logits = split(self.erase_proj(x["erase"]), heads, key_size)
-        gate = None if self.g_proj is None else self.g_proj(x["gate"])
+        v = self.by_head(self.v_proj(x["v"]))
+        if self.value_proj is None or self.value_bias is None:
+            call.shared[FIRST_VALUES] = v
+        elif (first := call.shared.get(FIRST_VALUES)) is not None:
+            share = torch.sigmoid(self.by_head(self.value_proj(x["v"])) + self.value_bias)
+            v = torch.lerp(v, first, share.to(v.dtype))
         return Projections(
-            q=split(self.q_proj(x["q"]), heads, key_size),
-            k=split(self.k_proj(x["k"]), heads, key_size), v=self.mix_values(x["v"], call.shared),
-            decay_logits=decay_logits + self.decay_bias,
-            erase_logits=erase_logits + self.erase_bias,
-            output_gate=None if gate is None else split(gate, heads, value_size),
+            q=self.by_key("q", x["q"]), k=self.by_key("k", x["k"]), v=v,
+            decay_logits=self.by_key("a", x["decay"]) + self.decay_bias,
+            erase_logits=self.by_key("erase", x["erase"]) + self.erase_bias,
+            output_gate=self.gate(x["gate"]),
             erase_scale=self.erase_scale, replace_scale=self.replace_scale, bonus=self.bonus,
         )  # fmt: skip
-
-    def mix_values(self, x: Tensor, shared: dict[str, Tensor]) -> Tensor:
-        v = split(self.v_proj(x), self.num_heads, self.head_v_dim)
-        if self.value_proj is None or self.value_bias is None:
-            shared[FIRST_VALUES] = v
-        elif (first := shared.get(FIRST_VALUES)) is not None:
-            logits = split(self.value_proj(x), self.num_heads, self.head_v_dim) + self.value_bias
-            share = torch.sigmoid(logits).to(v.dtype)
-            v = torch.lerp(v, first, share)
-        return v
 
     def finish(self, o: Tensor, projections: Projections, call: LayerCall) -> Tensor:
         y = self.rule.read_out_function(self.o_norm(o), projections)

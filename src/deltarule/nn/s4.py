@@ -61,15 +61,6 @@ class Exponentials(NamedTuple):
         return torch.exp(self.log_factor * tokens) * before + self.b * summed
 
 
-def by_convolution(v: Tensor, given: Exponentials, before: Tensor) -> tuple[Tensor, Tensor]:
-    """o [B, T, F] and the state [B, F, K] after values [B, T, F], in the dtype of the state."""
-    wide, tokens = v.to(before.dtype), v.shape[1]
-    taps = given.read(given.b * given.c, tokens)
-    o = ops.long_convolution(wide.unsqueeze(-1), taps, return_state=False).o.squeeze(-1)
-    carried = given.read(torch.exp(given.log_factor) * given.c * before, tokens)
-    return o + carried.mT, given.last(wide.mT, before)
-
-
 class S4(ScanMixer):
     """S4: S = S * exp(-(dt 1^T) * exp(A_log)) + B * (v 1^T), o = (S * C) 1 + D * v.
 
@@ -120,7 +111,10 @@ class S4(ScanMixer):
             return super().scanned(stream, v, call)
         rate = -(self.log_step.exp().unsqueeze(-1) * self.A_log.exp())
         given = Exponentials(*(x.to(before.dtype).flatten(0, 1) for x in (rate, self.B, self.C)))
+        wide, start, tokens = v.flatten(2).to(before.dtype), before.flatten(1, 2), v.shape[1]
         with without_autocast(v.device):
-            o, state = by_convolution(v.flatten(2), given, before.flatten(1, 2))
-        call.after["recurrent"] = state.view(before.shape)
-        return o.view(v.shape).to(v.dtype)
+            taps = given.read(given.b * given.c, tokens)
+            o = ops.long_convolution(wide.unsqueeze(-1), taps, return_state=False).o.squeeze(-1)
+            carried = given.read(torch.exp(given.log_factor) * given.c * start, tokens)
+            call.after["recurrent"] = given.last(wide.mT, start).view(before.shape)
+        return (o + carried.mT).view(v.shape).to(v.dtype)

@@ -37,7 +37,9 @@ class _Tensors(ABC):
 
     def select(self, rows: Rows) -> Self:
         """Return the given sequences: a slice, indices (repeats allowed) or a bool [N] tensor."""
-        return self.map(lambda tensor: _select(tensor, rows))
+        if isinstance(rows, slice):
+            return self.map(lambda tensor: tensor[rows].clone())
+        return self.map(lambda tensor: tensor[torch.as_tensor(rows, device=tensor.device)])
 
     def to(self, device: torch.device | str) -> Self:
         """Return the state on another device; dtypes stay."""
@@ -190,9 +192,3 @@ def load_state(path: str | Path) -> State | ModelState:
             f"path must be a state written by save_state, got {path}: {error}"
         ) from None
     return layers[0] if described.kind == "State" else ModelState(layers)
-
-
-def _select(tensor: Tensor, rows: Rows) -> Tensor:
-    if isinstance(rows, slice):
-        return tensor[rows].clone()
-    return tensor[torch.as_tensor(rows, device=tensor.device)]

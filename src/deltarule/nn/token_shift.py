@@ -12,8 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
+from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.frame import Frame
 from deltarule.nn.gates import float32_parameter
+from deltarule.nn.layout import split
+from deltarule.nn.norm import GatedGroupNorm
+
+GROUP_NORM_EPS = 64e-5
 
 
 class ChannelMix(Frame):
@@ -43,6 +48,25 @@ class ChannelMix(Frame):
     def mix(self, call: LayerCall) -> Tensor:
         x = torch.addcmul(call.x, call.token_shift(), self.shift_mix.to(call.x.dtype))
         return self.o_proj(F.relu(self.up_proj(x)).square())
+
+
+class ShiftedMixer(DeltaMixer):
+    """A linear rule of which every projection reads x mixed with the token before."""
+
+    shifts = True
+    default_output_gate = True
+    options = DeltaMixer.options - {"num_v_heads", "conv_size", "norm_eps"}
+    a_proj: nn.Module
+
+    def build_norm(self) -> nn.Module:
+        return GatedGroupNorm(self.num_v_heads, self.head_v_dim, GROUP_NORM_EPS)
+
+    def by_key(self, name: str, x: Tensor) -> Tensor:
+        """Project to queries, keys or the like, [B, T, H, K]."""
+        return split(getattr(self, f"{name}_proj")(x), self.num_heads, self.head_k_dim)
+
+    def gate(self, x: Tensor) -> Tensor | None:
+        return None if self.g_proj is None else self.by_head(self.g_proj(x))
 
 
 def first_shares(

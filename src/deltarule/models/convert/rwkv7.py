@@ -10,7 +10,7 @@ from deltarule.models.convert.fields import Fields
 from deltarule.models.convert.names import Rows, Tensors, same, under
 from deltarule.models.convert.options import Entry, Options
 from deltarule.models.convert.piece import Shape, flat
-from deltarule.nn.rwkv7 import GROUP_NORM_EPS
+from deltarule.nn.token_shift import GROUP_NORM_EPS
 
 RANKS = ("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim")
 
