@@ -52,8 +52,7 @@ from deltarule.nn.short_conv import ShortConv
 from deltarule.nn.slstm import SLSTM
 from deltarule.nn.state import ModelState, State, load_state, save_state
 from deltarule.nn.titans import TitansLinear, TitansMLP
-from deltarule.nn.titans_blocks import TitansMAG, TitansMAL
-from deltarule.nn.titans_mac import TitansMAC
+from deltarule.nn.titans_blocks import TitansMAC, TitansMAG, TitansMAL
 from deltarule.nn.ttt import TTTMLP, TTTLinear
 from deltarule.nn.two_memories import ABC, GatedSlotAttention
 
