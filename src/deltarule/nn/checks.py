@@ -109,17 +109,6 @@ def check_beta_max(beta_max: float | None) -> float | None:
     return float(beta_max)
 
 
-def check_depth(layer_index: int, num_layers: int) -> tuple[int, int]:
-    positive("num_layers", num_layers)
-    integer = isinstance(layer_index, int) and not isinstance(layer_index, bool)
-    if not integer or not 0 <= layer_index < num_layers:
-        raise ValueError(
-            f"layer_index must be an integer from 0 to num_layers - 1 = {num_layers - 1}, "
-            f"got {layer_index!r}"
-        )
-    return layer_index, num_layers
-
-
 def check_input(x: Tensor, hidden_size: int, weight: Tensor, one_dtype: bool = True) -> None:
     """Refuse an input of another width, device or dtype than the layer's; autocast may cast it."""
     if x.shape[2] != hidden_size:

@@ -155,7 +155,14 @@ def make_layout(
     """Check the arguments that every layer shares, and work out where its tokens lie."""
     check_axes("x", x, "[B, T, hidden_size]", 3)
     if context is not None:
-        return _shared(x, cu_seqlens, mask, context)
+        for name, given in (("cu_seqlens", cu_seqlens), ("mask", mask)):
+            if given is not None:
+                raise ValueError(
+                    f"{name} must be None with a context: make_context takes the offsets of packed "
+                    "documents, and no padding"
+                )
+        check_context(context, x.shape[1], "x")
+        return replace(make_layout(x, context.cu_seqlens(x.device), None), context=context)
     if cu_seqlens is not None:
         if mask is not None:
             raise ValueError("mask must be None with cu_seqlens: leave padding out of the packing")
@@ -164,17 +171,6 @@ def make_layout(
         return _padded(x, mask)
     batch, tokens, _ = x.shape
     return Layout(batch, tokens, x.device)
-
-
-def _shared(x: Hidden, cu_seqlens: Offsets | None, mask: Mask | None, context: Context) -> Layout:
-    for name, given in (("cu_seqlens", cu_seqlens), ("mask", mask)):
-        if given is not None:
-            raise ValueError(
-                f"{name} must be None with a context: make_context takes the offsets of packed "
-                "documents, and no padding"
-            )
-    check_context(context, x.shape[1], "x")
-    return replace(make_layout(x, context.cu_seqlens(x.device), None), context=context)
 
 
 def _packed(x: Hidden, cu_seqlens: Offsets) -> Layout:
@@ -199,7 +195,14 @@ def front_mask(lengths: Tensor, tokens: int) -> Mask:
 
 
 def _padded(x: Hidden, mask: Mask) -> Layout:
-    _check_mask(mask, x)
+    check_dense("mask", mask, " or None")
+    if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"mask must be a bool tensor [B, T] = {list(x.shape[:2])}, True at real tokens, "
+            f"got {mask.dtype} {list(mask.shape)}"
+        )
+    if mask.device != x.device:
+        raise ValueError(f"mask is on {mask.device}, but x is on {x.device}")
     batch, tokens, _ = x.shape
     counts = mask.sum(dim=1)
     if getattr(mask, IN_FRONT, False):
@@ -296,14 +299,3 @@ def by_token(y: Tensor, layout: Layout) -> Tensor:
         return y
     token = torch.arange(layout.tokens, device=y.device)
     return y[layout.sequence, token - layout.cu_seqlens[layout.sequence]].unsqueeze(0)
-
-
-def _check_mask(mask: Mask, x: Tensor) -> None:
-    check_dense("mask", mask, " or None")
-    if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
-        raise ValueError(
-            f"mask must be a bool tensor [B, T] = {list(x.shape[:2])}, True at real tokens, "
-            f"got {mask.dtype} {list(mask.shape)}"
-        )
-    if mask.device != x.device:
-        raise ValueError(f"mask is on {mask.device}, but x is on {x.device}")

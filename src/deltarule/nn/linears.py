@@ -7,6 +7,7 @@ Autograd alone would write each dy_i W_i and then add them: three passes over dx
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -203,7 +204,9 @@ def products_of(
 ) -> tuple[list["Group"], list[Tensor], list[Tensor]]:
     """Groups of weights, the matrix of each group, and the product with each weight."""
     groups = groups_of(tuple([weight.shape for weight in weights]), SMALL)
-    wholes = [end_to_end(weights, group) for group in groups]
+    parts = [[weights[i] for i in group.places] for group in groups]
+    pairs = zip(groups, parts, strict=True)
+    wholes = [own[0] if len(own) == 1 else group.filled(own, 0) for group, own in pairs]
     found: dict[int, Tensor] = {}
     for group, whole in zip(groups, wholes, strict=True):
         found.update(zip(group.places, group.parts(F.linear(x, whole), -1), strict=True))
@@ -257,12 +260,9 @@ class Group(NamedTuple):
     def of(cls, shapes: Sequence[torch.Size], places: list[int]) -> "Group":
         sizes = [shapes[i][0] for i in places]
         lacking = [-size % EVEN if len(sizes) > 1 else 0 for size in sizes]
-        cuts: list[int] = []
-        own = []
-        for size, lacks in zip(sizes, lacking, strict=True):
-            own.append(len(cuts))
-            cuts += [size, lacks] if lacks else [size]
-        return cls(places, sizes, lacking, cuts, own)
+        cuts = [n for pair in zip(sizes, lacking, strict=True) for n in pair if n]
+        own = accumulate([1 + (lacks > 0) for lacks in lacking[:-1]], initial=0)
+        return cls(places, sizes, lacking, cuts, [*own])
 
     def parts(self, product: Tensor, dim: int) -> list[Tensor]:
         """What belongs to each weight, without what fills it up."""
@@ -288,12 +288,6 @@ def groups_of(shapes: tuple[torch.Size, ...], most: int) -> list[Group]:
     small = [i for i, shape in enumerate(shapes) if shape.numel() <= most]
     large = [[i] for i, shape in enumerate(shapes) if shape.numel() > most]
     return [Group.of(shapes, places) for places in ([small, *large] if small else large)]
-
-
-def end_to_end(weights: Sequence[Tensor], group: Group) -> Tensor:
-    """One matrix [sum of O, I] of the weights of a group."""
-    own = [weights[i] for i in group.places]
-    return own[0] if len(own) == 1 else group.filled(own, 0)
 
 
 def side_by_side(given: list[Tensor | None], group: Group, x: Tensor) -> Tensor:

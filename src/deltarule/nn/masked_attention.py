@@ -90,32 +90,21 @@ def attend_by_sight(
         return flash(q, k, v, sight.cu_seqlens, scale)
     if sight.tokens <= ROWS:
         return attend(q, k, v, sight.mask(0, sight.tokens)[1])
-    return torch.cat(
-        [
-            again(partial(attend_tile, attend, sight=sight, first=first), q, k, v)
-            for first in range(0, sight.tokens, ROWS)
-        ],
-        dim=1,
-    )
 
+    def tile(q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
+        last = min(first + ROWS, sight.tokens)
+        lowest, visible = sight.mask(first, last)
+        seen = slice(lowest, sight.rows - sight.tokens + last)
+        return attend(q[:, first:last], k[:, seen], v[:, seen], visible)
 
-def attend_tile(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, *, sight: Sight, first: int
-) -> Tensor:
-    last = min(first + ROWS, sight.tokens)
-    lowest, visible = sight.mask(first, last)
-    seen = slice(lowest, sight.rows - sight.tokens + last)
-    return attend(q[:, first:last], k[:, seen], v[:, seen], visible)
+    run: Callable[..., Tensor] = tile
+    if torch.is_grad_enabled():
+        # Where it is needed: it loads the compiler. A backward runs a tile again, so that its mask
+        # need not be kept until then.
+        from torch.utils.checkpoint import checkpoint
 
-
-def again(tile: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Run a tile; a backward runs it again, so that its mask need not be kept until then."""
-    if not torch.is_grad_enabled():
-        return tile(q, k, v)
-    # Where it is needed: it loads the compiler.
-    from torch.utils.checkpoint import checkpoint
-
-    return checkpoint(tile, q, k, v, use_reentrant=False, preserve_rng_state=False)
+        run = partial(checkpoint, tile, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([run(q, k, v, first) for first in range(0, sight.tokens, ROWS)], dim=1)
 
 
 @constant_when_compiled

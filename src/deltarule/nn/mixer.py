@@ -168,7 +168,12 @@ class Mixer(Frame):
         self.spectrum = checks.default(spectrum, SPECTRA[0])
         self.rope_theta = checks.above_zero("rope_theta", checks.default(rope_theta, 10000.0))
         self.norm_eps = checks.above_zero("norm_eps", norm_eps)
-        self.layer_index, self.num_layers = checks.check_depth(layer_index, num_layers)
+        self.layer_index, self.num_layers = layer_index, checks.positive("num_layers", num_layers)
+        if type(layer_index) is not int or not 0 <= layer_index < num_layers:
+            raise ValueError(
+                f"layer_index must be an integer from 0 to num_layers - 1 = {num_layers - 1}, "
+                f"got {layer_index!r}"
+            )
         conv_size = checks.default(conv_size, self.default_conv_size)
         self.conv_size = checks.positive("conv_size", conv_size) if conv_size != 0 else 0
         self.conv_bias = checks.default(conv_bias, False)

@@ -1,7 +1,8 @@
 """What a published rule is: a map from a layer's projections to the arguments of one operator."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -104,34 +105,9 @@ class Projections:
         return value
 
 
-class ArgumentMap(Protocol):
-    """The first half of a rule: projections to operator arguments."""
-
-    def __call__(self, projections: Projections) -> Arguments:
-        """Return the operator's keyword arguments."""
-
-
-class ReadOut(Protocol):
-    """The second half of a rule: what the operator read to what the layer puts out."""
-
-    def __call__(self, o: Tensor, projections: Projections) -> Tensor:
-        """Return the outputs [B, T, HV, V] in the dtype of o."""
-
-
-class StateMap(Protocol):
-    """What a rule that writes after it reads still has to do to the operator's last state."""
-
-    def __call__(self, state: Tensor, projections: Projections) -> Tensor:
-        """Return the state [N, HV, V, K] after all tokens."""
-
-
-def read_state(o: Tensor, projections: Projections) -> Tensor:
-    return o
-
-
-def as_it_is(state: Tensor, projections: Projections) -> Tensor:
-    """S: most rules read after they write, and nothing is left to do."""
-    return state
+def as_it_is(x: Tensor, projections: Projections) -> Tensor:
+    """What is read is put out; and the state of rules that read after they write is the last."""
+    return x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,16 +151,17 @@ class Rule(System):
     """A system that `delta_rule` or `dplr` runs: pure functions before and after the operator.
 
     Args:
-        arguments: Projections to operator arguments.
-        read_out_function: What is read to what is put out.
-        final_state: The operator's last state to the one after all tokens.
+        arguments: Projections to the operator's keyword arguments.
+        read_out_function: What is read to what is put out, [B, T, HV, V] in its dtype.
+        final_state: The operator's last state to the one after all tokens, [N, HV, V, K], of a rule
+            that writes after it reads.
         normalizer: Whether the operator reads one value channel more, which divides the others.
     """
 
     operator: Operator = "delta_rule"
     read_out: str = "o = S q"
     forms: str = ""
-    arguments: ArgumentMap
-    read_out_function: ReadOut = read_state
-    final_state: StateMap = as_it_is
+    arguments: Callable[[Projections], Arguments]
+    read_out_function: Callable[[Tensor, Projections], Tensor] = as_it_is
+    final_state: Callable[[Tensor, Projections], Tensor] = as_it_is
     normalizer: bool = False
