@@ -66,11 +66,9 @@ def short_convolution(
         if history is None:
             history = x.new_zeros(layout.sequences, weight.shape[1] - 1, x.shape[2])
         return plain_convolution(x, weight, history, layout, activated, bias)
-    if bias is None:
-        return fused_convolution(x, weight, history, layout, activated)
-    # It comes between the taps and SiLU, which the kernel has as one.
-    y, after = fused_convolution(x, weight, history, layout, False)
-    return finished(y + bias.to(y.dtype), activated), after
+    # A bias comes between the taps and SiLU, which the kernel has as one.
+    y, after = fused_convolution(x, weight, history, layout, activated and bias is None)
+    return y if bias is None else finished(y + bias.to(y.dtype), activated), after
 
 
 def convolution_from_zeros(
@@ -212,9 +210,8 @@ def part_sums(x: Tensor, y: Tensor) -> Tensor:
 
 
 def too_many(weight: Tensor) -> str | None:
-    if (taps := weight.shape[1]) > fused.MAX_TAPS:
-        return f"the Triton kernel takes up to {fused.MAX_TAPS} taps, got {taps}"
-    return None
+    taps, most = weight.shape[1], fused.MAX_TAPS
+    return f"the Triton kernel takes up to {most} taps, got {taps}" if taps > most else None
 
 
 def can_step(
