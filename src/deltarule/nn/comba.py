@@ -50,8 +50,8 @@ def fed_back(projections: Projections, q: Tensor, k: Tensor, p: Tensor) -> Argum
 class Comba(GatedDeltaNet):
     """Comba: S = S (a - beta p k^T) + beta v k^T, o = S (q - D k), p = sigmoid(erase_scale) k.
 
-    Defaults: Gated DeltaNet's, but the output gate is a sigmoid; erase_scale and D of ones for
-    each key head (the authors use D = 0.02 in small models).
+    The output gate is a sigmoid; erase_scale and D start at ones for each key head (the authors use
+    D = 0.02 in small models).
 
     Examples:
         >>> layer = Comba(32, num_heads=2)

@@ -15,8 +15,6 @@ class DeltaProduct(deltanet.DeltaNet):
 
     k, v and beta come from projections n_steps times as wide; step j of token t is row `t*n + j`.
 
-    Defaults: as DeltaNet, with n_steps = 2 and beta in [0, 2].
-
     Examples:
         >>> layer = DeltaProduct(32, num_heads=2, n_steps=3)
         >>> layer.k_proj.weight.shape, layer(torch.zeros(1, 5, 32))[0].shape
@@ -36,8 +34,6 @@ class DeltaProduct(deltanet.DeltaNet):
 
 class GatedDeltaProduct(gated_deltanet.GatedDeltaNet):
     """Gated DeltaProduct: decay once a token, then n_steps delta-rule writes, one read-out.
-
-    Defaults: as GatedDeltaNet, with n_steps = 2 and beta in [0, 2].
 
     Examples:
         >>> GatedDeltaProduct(32, num_heads=2)(torch.zeros(1, 5, 32))[0].shape

@@ -22,10 +22,9 @@ def arguments(projections: Projections, decays: bool = False) -> Arguments:
 class DeltaNet(DeltaMixer):
     """DeltaNet: S = S (I - beta k k^T) + beta v k^T with unit keys and queries.
 
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4, SiLU on q, k and
-    v (also without a convolution), unit q and k, beta in [0, 1], no output gate. The paper's
-    ablation is a choice of two words: feature_map replaces the SiLU of q and k, qk_norm their norm.
-    With qk_norm="none" long keys make beta |k|^2 exceed 2, and the state grow.
+    SiLU on q, k and v (also without a convolution), unit q and k. The paper's ablation is a choice
+    of two words: feature_map replaces the SiLU of q and k, qk_norm their norm. With qk_norm="none"
+    long keys make beta |k|^2 exceed 2, and the state grow.
 
     Examples:
         >>> layer = DeltaNet(32, num_heads=2, beta_max=2.0)

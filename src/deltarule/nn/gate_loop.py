@@ -55,11 +55,8 @@ class GateLoop(DeltaMixer):
 
     a = sigmoid(a_proj x + decay_bias) and w = w_proj x, for each key channel. The state's
     `recurrent` [N, H, V, 2 K] is e^{-i Phi} H, its real parts before its imaginary ones, and
-    `phase` [N, H, K] is Phi, the sum of all w.
-
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads (the paper: one channel a head), no
-    convolution, output gate SiLU; decays from 1 - 0.1 to 1 - 0.001. There are as many value heads
-    as key heads.
+    `phase` [N, H, K] is Phi, the sum of all w. Decays start from 1 - 0.1 to 1 - 0.001. The paper
+    has one channel a head.
 
     Examples:
         >>> y, state = GateLoop(32, num_heads=2)(torch.zeros(1, 5, 32))

@@ -17,9 +17,7 @@ def arguments(projections: Projections) -> Arguments:
 class GatedDeltaNet(deltanet.DeltaNet):
     """Gated DeltaNet: S = a S (I - beta k k^T) + beta v k^T with unit keys and queries.
 
-    Defaults: head_k_dim = 3/4 hidden_size / num_heads, head_v_dim = 2 head_k_dim, convolution of
-    4, SiLU on q, k and v, beta in [0, 1], output gate SiLU; exp(A_log) from U(0, 16) and
-    softplus(dt_bias) log-uniform in [1e-3, 1e-1].
+    exp(A_log) starts from U(0, 16), softplus(dt_bias) log-uniform in [1e-3, 1e-1].
 
     Examples:
         >>> layer = GatedDeltaNet(32, num_heads=2)

@@ -32,8 +32,8 @@ def arguments(projections: Projections) -> Arguments:
 class GatedDeltaNet2(KDA):
     """Gated DeltaNet-2: S = S Diag(a) (I - (b * k) k^T) + (w * v) k^T with unit keys.
 
-    Defaults: KDA's; in place of one write strength a head, an erase gate b for each key channel,
-    in [0, beta_max], and a write gate w for each value channel, in [0, 1].
+    KDA with, in place of one write strength a head, an erase gate b for each key channel, in [0,
+    beta_max], and a write gate w for each value channel, in [0, 1].
 
     Examples:
         >>> y, state = GatedDeltaNet2(32, num_heads=2)(torch.zeros(1, 5, 32))

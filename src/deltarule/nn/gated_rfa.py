@@ -34,9 +34,8 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
 class GatedRFA(DeltaMixer):
     """Gated RFA: S = g S + (1 - g) v phi(k)^T, divided by the same sum of phi(k).
 
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, random Fourier features of unit
-    queries and keys (2 head_k_dim of them, the width of the kernel learned), no convolution, no
-    output gate, and no norm: the read-out is a weighted sum of values already.
+    The features (2 head_k_dim of them, of unit queries and keys) learn the width of their kernel.
+    There is no norm: the read-out is a weighted sum of values already.
 
     Examples:
         >>> y, state = GatedRFA(32, num_heads=2)(torch.zeros(1, 5, 32))

@@ -25,8 +25,7 @@ DECAY_RANK = 16
 class GatedLinearAttention(DeltaMixer):
     """Gated Linear Attention: S = S Diag(a) + v k^T, a = sigmoid(W2 W1 x + b)^(1/16).
 
-    Defaults: head_k_dim = hidden_size / (2 num_heads), head_v_dim = 2 head_k_dim, decay through
-    16 channels, no convolution, output gate SiLU.
+    The decay comes through 16 channels.
 
     Examples:
         >>> y, state = GatedLinearAttention(32, num_heads=2)(torch.zeros(1, 5, 32))

@@ -25,11 +25,7 @@ class HGRN2(LowerBounds, DeltaMixer):
 
     The least decay lb of each channel grows with depth. The first HGRN-2 layer of a model learns it
     for all of them and hands it on in `shared`; a layer without `shared`, and the first one, have
-    lb = 0.
-
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads (128 in the paper), SiLU on q, no
-    convolution, a norm over all heads together, no output gate. There are as many value heads as
-    key heads.
+    lb = 0. SiLU on q, and a norm over all heads together. The paper's heads have 128 channels.
 
     Examples:
         >>> y, state = HGRN2(32, num_heads=2)(torch.zeros(1, 5, 32))

@@ -36,10 +36,8 @@ LEFT = 0.01
 class MultiHeadHyena(Mixer):
     """Multi-head Hyena: S = sum_j h_j v_{t-j} k_{t-j}^T, o = S q, with one filter for each head.
 
-    The state holds the last filter_size - 1 keys and values as `recurrent`.
-
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, filters of 2048 tokens, convolution
-    of 3 without an activation over q, k and v, no norm, no output gate.
+    The state holds the last filter_size - 1 keys and values as `recurrent`. Nothing follows the
+    convolution, and there is no norm.
 
     Examples:
         >>> layer = MultiHeadHyena(32, num_heads=2, filter_size=100)
@@ -130,9 +128,6 @@ class Hyena(MultiHeadHyena):
     """Hyena of order 2: o = q * (h conv (k * v) + d * k * v), with one filter for each channel.
 
     The heads are groups of channels, and change nothing.
-
-    Defaults: num_heads * head_k_dim = hidden_size channels, filters of 2048 tokens, convolution of
-    3 without an activation over q, k and v, no norm, no output gate.
 
     Examples:
         >>> y, state = Hyena(32, num_heads=1, filter_size=100)(torch.zeros(1, 5, 32))

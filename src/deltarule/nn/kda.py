@@ -22,10 +22,8 @@ from deltarule.nn.rule import Rule
 class KDA(DeltaNet):
     """Kimi Delta Attention: S = S Diag(a) (I - beta k k^T) + beta v k^T with unit keys.
 
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4, SiLU on q, k and
-    v, beta in [0, 1], decay and output gate (sigmoid) each through head_v_dim channels;
-    exp(A_log) from U(1, 16), 1 with gate_lower_bound, and softplus(dt_bias) log-uniform in
-    [1e-3, 1e-1].
+    Decay and output gate each come through head_v_dim channels; exp(A_log) starts from U(1, 16),
+    from 1 with gate_lower_bound, and softplus(dt_bias) log-uniform in [1e-3, 1e-1].
 
     Examples:
         >>> layer = KDA(32, num_heads=2)

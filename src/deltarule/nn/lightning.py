@@ -36,10 +36,8 @@ class Lightning(DeltaMixer):
 
     log g_h = -2^(-8 (h + 1) / HV) (1 - layer_index / (num_layers - 1) + 1e-5), so give both; a
     layer on its own is the first of one. Where HV is no power of two the slopes are those of the
-    power below, then every other one of the power above.
-
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, SiLU on q, k and v, no
-    convolution, output gate sigmoid, norm of each head (of all in MiniMax-01: output_norm="all").
+    power below, then every other one of the power above. SiLU on q, k and v, a norm of each head
+    (of all in MiniMax-01: output_norm="all").
 
     Examples:
         >>> layer = Lightning(32, num_heads=2, layer_index=3, num_layers=12)

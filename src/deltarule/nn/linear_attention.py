@@ -46,9 +46,6 @@ class LinearAttention(DeltaMixer):
     l2). With normalizer=True the read-out is divided by z^T phi(q), z the sum of phi(k), in place
     of the norm. cosFormer counts tokens (`length` [N] in the state).
 
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, no convolution, no output gate,
-    no feature map, no norm of q and k, no normaliser.
-
     Examples:
         >>> y, state = LinearAttention(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> y.shape, state["recurrent"].shape

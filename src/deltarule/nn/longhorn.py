@@ -47,9 +47,6 @@ class Longhorn(DeltaNet):
     this is the paper's exact update with one b for each head. e |k|^2 stays below 1 whatever
     beta_max, the largest b.
 
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4, SiLU on q, k and
-    v, b in [0, 1], output gate SiLU.
-
     Examples:
         >>> Longhorn(32, num_heads=2)(torch.zeros(1, 5, 32))[0].shape
         torch.Size([1, 5, 32])
@@ -69,9 +66,8 @@ class LonghornReleased(ScanMixer):
     """Longhorn: S = S * (1 - e (k * k)^T) + (e * v) k^T, o = S q + D * v, gated.
 
     e = b / (1 + b |k|^2) with one b for each value channel. The exact update of `Longhorn` is a
-    product with I - e k k^T; here each entry of the state erases only what it holds itself.
-
-    Defaults: as `Mamba1`, but for A_log, which there is none of, and a dt_bias of zeros.
+    product with I - e k k^T; here each entry of the state erases only what it holds itself. As
+    `Mamba1`, but for A_log, which there is none of, and a dt_bias that starts at zeros.
 
     Examples:
         >>> y, state = LonghornReleased(32, num_heads=1)(torch.zeros(1, 5, 32))

@@ -25,14 +25,11 @@ SMALLEST = 1e-4
 class LRU(VectorMixer):
     """LRU: h = lambda h + gamma * (B u), o = Re(C h) + D * u, where u = v_proj x; then GELU.
 
-    Each head has matrices of its own: with one head they are the paper's. B [H, 2, K, V] and C
-    [H, 2, V, K] have the real part first. The state's `recurrent` [N, H, 2 K, 1] is
-    e^{-i exp(theta) (t - 1)} h after `length` [N] = t tokens. The paper's GLU after the layer is
-    left to the MLP of the model.
-
-    Defaults: head_v_dim = head_k_dim = hidden_size / num_heads (head_k_dim complex numbers are
-    kept); no convolution, no output gate (with one: sigmoid); eigenvalues uniform on the unit disc,
-    gamma = sqrt(1 - |lambda|^2).
+    Each head has matrices of its own: with one head they are the paper's. B [H, 2, K, V] and C [H,
+    2, V, K] have the real part first. The state's `recurrent` [N, H, 2 K, 1] is e^{-i exp(theta) (t
+    - 1)} h after `length` [N] = t tokens. The paper's GLU after the layer is left to the MLP of the
+    model. head_k_dim complex numbers are kept. Eigenvalues start uniform on the unit disc, gamma at
+    sqrt(1 - |lambda|^2).
 
     Examples:
         >>> y, state = LRU(32, num_heads=2)(torch.zeros(1, 5, 32))
@@ -47,13 +44,14 @@ class LRU(VectorMixer):
         source="arXiv 2303.06349, section 3",
     )  # fmt: skip
     options = VectorMixer.options | {"head_k_dim"}
+    state_size = None
     gate_activation = "sigmoid"
     counts = True
     float32_parameters = ("nu", "theta", "gamma_log", "D")
     roles = {"B": "gate", "C": "gate"}
 
-    def default_head_k_dim(self) -> int:
-        return self.default_head_v_dim()
+    def default_head_v_dim(self) -> int:
+        return self.share("head_v_dim", 1, "num_heads")
 
     def memories(self) -> dict[str, tuple[int, ...]]:
         return {"recurrent": (self.num_heads, 2 * self.head_k_dim, 1)}

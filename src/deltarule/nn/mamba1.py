@@ -30,10 +30,9 @@ class Mamba1(ScanMixer):
     """Mamba: S = S * exp(-(dt 1^T) * exp(A_log)) + (dt * v) k^T, o = S q + D * v, gated.
 
     In the paper's letters q = C, k = B, v = x, dt = Delta; all are computed from the convolved x.
-
-    Defaults: 2 hidden_size value channels with a state of 16 each, convolution of 4 (the
-    release's has a bias: conv_bias=True), step sizes through hidden_size / 16 channels; exp(A_log)
-    from 1 to 16, softplus(dt_bias) log-uniform in [1e-3, 1e-1], D of ones.
+    Step sizes come through hidden_size / 16 channels; exp(A_log) starts from 1 to 16,
+    softplus(dt_bias) log-uniform in [1e-3, 1e-1], D at ones. The release's convolution has a bias:
+    conv_bias=True.
 
     Examples:
         >>> y, state = Mamba1(32, num_heads=1)(torch.zeros(1, 5, 32))
@@ -99,8 +98,6 @@ class SignedMamba1(Mamba1):
 
     An entry that changes its sign with a token can count tokens modulo two, which no positive decay
     can. Nothing else differs.
-
-    Defaults: as `Mamba1`.
 
     Examples:
         >>> y, state = SignedMamba1(32, num_heads=1)(torch.zeros(1, 5, 32))

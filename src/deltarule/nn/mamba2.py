@@ -35,11 +35,8 @@ class Mamba2(DeltaMixer):
     In the paper's letters q = C, k = B, v = x, z is the output gate; key heads are its groups and
     value heads its heads. `from_config` takes the n_groups of the configuration as key heads (1 if
     it has none), and its heads as value heads; on its own a layer takes num_heads key heads and
-    num_v_heads value heads. The norm spans all value heads of a key head.
-
-    Defaults: head_k_dim = 128, head_v_dim = 2 hidden_size / num_v_heads, convolution of 4 over x,
-    B and C with SiLU, output gate; exp(A_log) from U(1, 16), softplus(dt_bias) log-uniform in
-    [1e-3, 1e-1], D of ones.
+    num_v_heads value heads. The norm spans all value heads of a key head. exp(A_log) starts from
+    U(1, 16), softplus(dt_bias) log-uniform in [1e-3, 1e-1], D at ones.
 
     Examples:
         >>> layer = Mamba2(32, num_heads=1, num_v_heads=4)

@@ -27,10 +27,8 @@ class Mesa(Mixer):
     """Mesa: o = G (H + Diag(lambda))^-1 q, with decayed sums H of k k^T and G of v k^T.
 
     Unit q and k; beta = sigmoid(b_proj x), a = sigmoid(a_proj x), lambda = 0.25 + softplus, for
-    each key channel, learned from 1. The state holds G as `recurrent` and H as `covariance`.
-
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4 over q and k, no
-    output gate; solved exactly on a CPU, by head_k_dim + 64 conjugate gradients elsewhere.
+    each key channel, learned from 1. The state holds G as `recurrent` and H as `covariance`. Solved
+    exactly on a CPU, by head_k_dim + 64 conjugate gradients elsewhere.
 
     Examples:
         >>> y, state = Mesa(32, num_heads=2)(torch.zeros(1, 5, 32))

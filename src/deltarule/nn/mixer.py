@@ -7,6 +7,7 @@
 
 import inspect
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
@@ -109,11 +110,33 @@ class Mixer(Frame):
                 entries = re.split(r"\n(?= {4}\w)", section[1])
                 chosen = [entry for entry in entries if entry.strip().partition(":")[0] in taken]
                 head, found, tail = text.partition("Examples:\n")
-                text = "\n".join([f"{head.rstrip()}\n\nArgs:", *chosen, "", found + tail]).rstrip()
+                parts = f"{head.rstrip()}\n\n{cls.defaults()}\n\nArgs:", *chosen, "", found + tail
+                text = "\n".join(parts).rstrip()
         if text and rule is not None and "Source:" not in text:
             text += f"\n\nSource: {rule.source}."
         cls.__doc__ = text or cls.__doc__
         cls.__signature__ = inspect.Signature([*parameters.values()])
+
+    @classmethod
+    def defaults(cls) -> str:
+        """What None stands for in the options that most layers take."""
+        taps, gate = cls.default_conv_size, cls.gate_activation
+        over, share = ", ".join(cls.convolved) or "q, k, v", "hidden_size / heads"
+        values = share if cls.state_size else "head_k_dim"
+        words = {
+            "head_k_dim": f"head_k_dim = {cls.state_size or f'{cls.expand_k:g} {share}'}",
+            "head_v_dim": f"head_v_dim = {cls.expand_v} {values}",
+            "conv_size": f"a convolution of {taps} taps over {over}" if taps
+            else "no convolution",
+            "output_gate": f"an output gate ({gate})" if cls.default_output_gate
+            else f"no output gate (with one: {gate})",
+            "beta_max": f"beta_max = {cls.default_beta_max:g}",
+            "n_steps": f"n_steps = {cls.default_n_steps}",
+            "num_slots": f"num_slots = {cls.default_num_slots or 'head_k_dim'}",
+            "feature_map": f"feature_map = {cls.default_feature_map}",
+        }  # fmt: skip
+        said = ", ".join(text for name, text in words.items() if cls.takes(name))
+        return textwrap.fill(f"Defaults: {said.replace('= 1 h', '= h')}.", 96)
 
     def __init__(
         self,

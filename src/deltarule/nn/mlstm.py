@@ -78,11 +78,8 @@ class MLSTM(DeltaMixer):
     """mLSTM: S = f S + i v k^T, o = S q / max(1, |z^T q|), with exponential input gates i.
 
     The state also keeps the running maximum (`stabilizer` [N, HV], float32): the matrix is the
-    paper's times exp(-stabilizer).
-
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, no convolution, the norm of each
-    head's mean and variance, output gate sigmoid; forget biases from 3 to 6 over the heads, input
-    biases from N(0, 0.1^2).
+    paper's times exp(-stabilizer). The norm is that of each head's mean and variance; forget biases
+    start from 3 to 6 over the heads, input biases from N(0, 0.1^2).
 
     Examples:
         >>> y, state = MLSTM(32, num_heads=2)(torch.zeros(1, 5, 32))
@@ -143,8 +140,7 @@ class MLSTM(DeltaMixer):
 class XLSTM7B(MLSTM):
     """The mLSTM of xLSTM-7B: the logits of both gates are bounded by 15, 15 tanh(logit / 15).
 
-    Defaults: as `MLSTM`, but for queries and keys of half the width, head_k_dim = hidden_size / (2
-    num_heads), and input biases of -10.
+    Input biases start at -10.
 
     Examples:
         >>> y, state = XLSTM7B(32, num_heads=2)(torch.zeros(1, 5, 32))

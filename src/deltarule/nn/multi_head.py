@@ -43,9 +43,8 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
 class MultiHeadDeltaNet(deltanet.DeltaNet):
     """num_heads heads of num_slots DeltaNets, each with its own q, k, v, beta and state, summed.
 
-    The base of the other four, in which the slots of a head share some of these.
-
-    Defaults: DeltaNet's, with two slots. num_v_heads is num_heads.
+    The base of the other four, in which the slots of a head share some of these. num_v_heads is
+    num_heads.
 
     Examples:
         >>> y, state = MultiHeadDeltaNet(32, num_heads=2, num_slots=3)(torch.zeros(1, 5, 32))

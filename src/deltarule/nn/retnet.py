@@ -27,10 +27,8 @@ def arguments(projections: Projections) -> Arguments:
 class RetNet(DeltaMixer):
     """RetNet: S = g_h S + v k^T with g_h = 1 - 2^(-5 - h), and RoPE on q and k.
 
-    The state also counts tokens (`length` [N]), which are the positions of the rotation.
-
-    Defaults: head_k_dim = hidden_size / num_heads (even), head_v_dim = 2 head_k_dim, no
-    convolution, output gate SiLU.
+    The state also counts tokens (`length` [N]), which are the positions of the rotation. head_k_dim
+    is even.
 
     Examples:
         >>> y, state = RetNet(32, num_heads=2)(torch.zeros(1, 5, 32))
@@ -63,8 +61,6 @@ class RetNet(DeltaMixer):
 
 class GatedRetNet(RetNet):
     """Gated RetNet: S = g S + v k^T with g = sigmoid(a_proj x)^(1/16), and RoPE on q and k.
-
-    Defaults: as `RetNet`.
 
     Examples:
         >>> y, state = GatedRetNet(32, num_heads=2)(torch.zeros(1, 5, 32))

@@ -30,11 +30,9 @@ class RGLRU(VectorMixer):
     """The recurrent block of Griffin and Hawk: RG-LRU of a convolved branch, times GELU of another.
 
     h = a h + sqrt(1 - a^2) (i x), where x is the convolved `v_proj` of the input. Both gates read
-    the channels of their own head. The first token of a document is written with amplitude 1, as
-    in the authors' release; so the state counts tokens (`length` [N]).
-
-    Defaults: head_v_dim = hidden_size / num_heads, convolution of 4 without activation, output
-    gate GELU; a from 0.9 to 0.999 where its gate is one.
+    the channels of their own head. The first token of a document is written with amplitude 1, as in
+    the authors' release; so the state counts tokens (`length` [N]). Nothing follows the
+    convolution; a starts from 0.9 to 0.999 where its gate is one.
 
     Examples:
         >>> y, state = RGLRU(32, num_heads=2)(torch.zeros(1, 5, 32))

@@ -51,10 +51,7 @@ class RWKV6(ShiftedMixer):
 
     Every projection reads x mixed with the token before (token shift: `shift` [N, 1, hidden_size]
     in the state), by a share that depends on both. `recurrent` holds every write, the last one too.
-
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads (64 in the paper), output gate SiLU,
-    group norm with eps 64e-5 whatever norm_eps. There is no convolution, and as many value heads
-    as key heads.
+    Group norm with eps 64e-5 whatever norm_eps; the paper's heads have 64 channels.
 
     Examples:
         >>> y, state = RWKV6(32, num_heads=2)(torch.zeros(1, 5, 32))

@@ -59,11 +59,8 @@ class RWKV7(ShiftedMixer):
 
     Every projection reads x mixed with the token before (token shift: `shift` [N, hidden_size] in
     the state). With `shared`, layers after the first mix their values with the first layer's;
-    without, or as the first, a layer uses its own.
-
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads (64 in the paper), output gate,
-    group norm with eps 64e-5 whatever norm_eps. There is no convolution, and as many value heads
-    as key heads.
+    without, or as the first, a layer uses its own. Group norm with eps 64e-5 whatever norm_eps; the
+    paper's heads have 64 channels.
 
     Examples:
         >>> y, state = RWKV7(32, num_heads=2)(torch.zeros(1, 5, 32))

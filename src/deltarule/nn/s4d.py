@@ -234,11 +234,9 @@ class S4D(ScanMixer):
     """S4D: h = e^{dt A} h + B (e^{dt A} - 1) / A v, o = 2 Re(C h) + D v, in Mamba's block.
 
     A = -exp(A_log) + i frequency, [H, V, K]; B and C [H, V, 2, K] have the real part first. The
-    state's `recurrent` [N, H, V, 2 K] has all real parts before all imaginary ones.
-
-    Defaults: 2 hidden_size value channels with 32 complex numbers each (the paper's N = 64),
-    convolution of 4, output gate; dt log-uniform in [1e-3, 1e-1], the spectrum of HiPPO-LegS, B of
-    ones, C normal, D of ones.
+    state's `recurrent` [N, H, V, 2 K] has all real parts before all imaginary ones. head_k_dim
+    complex numbers of each value channel (the paper's N = 64). dt starts log-uniform in [1e-3,
+    1e-1], A at the spectrum of HiPPO-LegS, B at ones, C normal, D at ones.
 
     Examples:
         >>> y, state = S4D(32, num_heads=1)(torch.zeros(1, 5, 32))

@@ -101,7 +101,7 @@ class VectorMixer(ValueMixer):
     """A layer of independent channels, whose state is a vector."""
 
     options = ValueMixer.options - {"head_k_dim"}
-    state_size = 1
+    state_size: ClassVar[int | None] = 1
 
     def run(self, writes: Tensor, log_decay: Tensor, call: LayerCall) -> Tensor:
         """h [B, T, H, channels], in float32 at least, of writes and logs of the same shape."""

@@ -26,11 +26,8 @@ class SLSTM(Mixer):
 
     The gates i and f come from the convolved x, z and o from x itself (`v_proj`, `r_proj`). Each
     head has recurrent weights [4, V, V] of its own. The state `recurrent` is h, c, n and m, c and n
-    times exp(-m).
-
-    Defaults: head_k_dim = hidden_size / num_heads, values of the same size, convolution of 4 with
-    SiLU before i and f, the norm of each head's mean and variance, no output gate beside o; forget
-    biases from 3 to 6 over the channels, recurrent weights of zero.
+    times exp(-m). The convolution comes before i and f, and the norm is of each head's mean and
+    variance. Forget biases start from 3 to 6 over the channels, recurrent weights at zero.
 
     Examples:
         >>> y, state = SLSTM(32, num_heads=2)(torch.zeros(1, 5, 32))

@@ -38,9 +38,6 @@ class TitansLinear(MemoryMixer):
     ours: the authors published no code. The state holds M as `recurrent`, S as `momentum`, the
     memory before the open mini-batch as `anchor`, and its tokens as `position`.
 
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4 over q, k and v
-    with SiLU, output gate; mini-batches of 16.
-
     Examples:
         >>> y, state = TitansLinear(32, num_heads=2)(torch.zeros(1, 21, 32))
         >>> state["recurrent"].shape, state["position"]

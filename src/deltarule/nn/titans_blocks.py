@@ -36,10 +36,8 @@ class TitansMAG(Mixer):
     Attention sees the last `window` tokens and the `num_persistent` learned ones, with rotary
     positions, the first of which the learned ones have; the memory is a `TitansMLP` layer, and
     reads the learned tokens before a document. The state holds that of the memory, and the `keys`
-    and `values` of the last window - 1 tokens, `length` tokens having been seen.
-
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, a window of 128, 4 learned tokens;
-    for the memory those of `TitansMLP`.
+    and `values` of the last window - 1 tokens, `length` tokens having been seen. Defaults of the
+    memory are those of `TitansMLP`; a window of 128, 4 learned tokens.
 
     Examples:
         >>> y, state = TitansMAG(32, num_heads=2, window=8)(torch.zeros(1, 5, 32))
@@ -195,8 +193,6 @@ class TitansMAL(TitansMAG):
     The learned tokens come before every document, for both; attention sees the last `window`
     tokens of what the memory puts out, the learned ones among them.
 
-    Defaults: as `TitansMAG`.
-
     Examples:
         >>> y, state = TitansMAL(32, num_heads=2, window=8)(torch.zeros(1, 5, 32))
         >>> state["keys"].shape, state["length"]
@@ -225,8 +221,6 @@ class TitansMAC(TitansMAG):
     its own, and reads the memory after its own y: in print both are of the whole segment, later
     tokens included. h is read without the memory's convolution. The state has the memory before
     the open segment as `segment` and `segment_2`, and the `keys` and `values` of its tokens.
-
-    Defaults: as `TitansMAG`; segments of 128.
 
     Examples:
         >>> y, state = TitansMAC(32, num_heads=2, window=8)(torch.zeros(1, 5, 32))

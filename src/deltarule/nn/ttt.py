@@ -29,12 +29,10 @@ class TTTLinear(MemoryMixer):
 
     W_0 is the map (with a bias) before the mini-batch (of 16 tokens); that of a sequence's first is
     learned. eta = base_rate sigmoid(b_proj x) / head_k_dim, and s is 1 / place in the mini-batch
-    plus a learned number, at least 0. Rotary positions count inside the mini-batch. The state
-    holds W_0 as `recurrent`, the sum of the open mini-batch as `gradient`, and its tokens as
-    `position`; so a sequence may stop and go on anywhere.
-
-    Defaults: head_k_dim = hidden_size / num_heads, even, and values of the same size; no
-    convolution; no output gate (with one: GELU(gate) * LN(o)); a layer norm over all heads.
+    plus a learned number, at least 0. Rotary positions count inside the mini-batch. The state holds
+    W_0 as `recurrent`, the sum of the open mini-batch as `gradient`, and its tokens as `position`;
+    so a sequence may stop and go on anywhere. head_k_dim is even, and values have the same size; a
+    layer norm goes over all heads. An output gate is GELU(gate) * LN(o).
 
     Examples:
         >>> y, state = TTTLinear(32, num_heads=2)(torch.zeros(1, 21, 32))

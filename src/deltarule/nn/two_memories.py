@@ -78,11 +78,8 @@ class SlotMixer(Mixer):
 class ABC(SlotMixer):
     """Attention with bounded-memory control: every slot holds a mean of keys, weighed by exp(s).
 
-    The state also keeps the logarithm of the weights' sum, `log_sum` [N, H, M].
-
-    Defaults: head_k_dim = hidden_size / (2 num_heads) and as many slots, head_v_dim = 2 head_k_dim,
-    norm of each head and output gate SiLU, no convolution. The release rotates q and k (RoPE) and
-    clamps s to [-32, 32]; neither is in the paper, nor here.
+    The state also keeps the logarithm of the weights' sum, `log_sum` [N, H, M]. The release rotates
+    q and k (RoPE) and clamps s to [-32, 32]; neither is in the paper, nor here.
 
     Examples:
         >>> y, state = ABC(32, num_heads=2, num_slots=4)(torch.zeros(1, 5, 32))
@@ -122,8 +119,7 @@ class ABC(SlotMixer):
 class GatedSlotAttention(SlotMixer):
     """Gated slot attention: a slot forgets the share a of what it holds and takes in 1 - a.
 
-    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads and as many slots, SiLU on q, k, v
-    and the output, one norm of all heads, no convolution, no output gate.
+    SiLU on q, k, v and the output, and one norm of all heads.
 
     Examples:
         >>> y, state = GatedSlotAttention(32, num_heads=2, num_slots=8)(torch.zeros(1, 5, 32))
