@@ -11,12 +11,9 @@ Equal to G DeltaNets with the same values and their outputs summed.
 """
 
 import torch
-from torch import Tensor
 
 
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def recurrence(q, k, v, beta, state=None):
     """q, k: (T, K); v: (T, V); beta: (T, G), G divides K; state: (V, K)."""
     S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
     size = k.shape[1] // beta.shape[1]

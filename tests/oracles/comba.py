@@ -10,19 +10,9 @@ them holds a token loop that decays first, which neither kernel computes.
 """
 
 import torch
-from torch import Tensor
 
 
-def recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    beta_tilde: Tensor,
-    d: Tensor | float = 0.0,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def recurrence(q, k, v, alpha, beta, beta_tilde, d=0.0, state=None):
     """Eq. 5. q, k: (T, K); v: (T, V); alpha, beta, beta_tilde: (T,); state: (V, K)."""
     S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
     outputs = []
@@ -33,15 +23,7 @@ def recurrence(
     return torch.stack(outputs), S
 
 
-def with_feedback_key(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def with_feedback_key(q, k, v, p, alpha, beta, state=None):
     """As the released kernels take it: S_t = alpha_t S_{t-1} + beta_t (v_t - S_{t-1} p_t) k_t^T.
 
     With p = b k it is eq. 5 for beta~ = b beta; q is already corrected.
@@ -54,9 +36,7 @@ def with_feedback_key(
     return torch.stack(outputs), S
 
 
-def released_inputs(
-    q: Tensor, k: Tensor, b_logit: Tensor | float, d: Tensor | float, eps: float = 1e-6
-) -> tuple[Tensor, Tensor, Tensor]:
+def released_inputs(q, k, b_logit, d, eps=1e-6):
     """The q, k, p of the released layer: correct q with the unnormalised p, then normalise all.
 
     p = sigmoid(b) k is normalised too, so b leaves p = k / |k| (up to eps): in the released
@@ -64,7 +44,7 @@ def released_inputs(
     """
     p = torch.sigmoid(torch.as_tensor(b_logit, dtype=k.dtype)) * k
 
-    def normalise(x: Tensor) -> Tensor:
+    def normalise(x):
         return x / torch.sqrt(x.square().sum(-1, keepdim=True) + eps)
 
     return normalise(q - d * p), normalise(k), normalise(p)

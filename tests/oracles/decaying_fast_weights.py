@@ -9,12 +9,9 @@ The current token is not decayed.
 """
 
 import torch
-from torch import Tensor
 
 
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def recurrence(q, k, v, a, b, state=None):
     """q, k, a: (T, K); v, b: (T, V); state: (V, K)."""
     S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
     outputs = []
@@ -24,7 +21,7 @@ def recurrence(
     return torch.stack(outputs), S
 
 
-def masked_products(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def masked_products(q, k, v, a, b):
     """No state: each pair (t, j) with its own product of decays, taken as exp of a difference."""
     log_a, log_b = a.log().cumsum(0), b.log().cumsum(0)
     outputs = []
@@ -37,7 +34,7 @@ def masked_products(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Te
     return torch.stack(outputs)
 
 
-def factored(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def factored(q, k, v, a, b):
     """The same as matrix products; safe for short sequences only (divides by running products)."""
     A, B = a.cumprod(0), b.cumprod(0)
     return B * (torch.tril((q * A) @ (k / A).T) @ (v / B))

@@ -7,12 +7,9 @@ An inclusive scan by doubling: after step s each position holds the composition 
 """
 
 import torch
-from torch import Tensor
 
 
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def recurrence(q, k, v, beta, state=None):
     """Seed 001, eq. 2: S_t = S_{t-1} - beta_t (S_{t-1} k_t - v_t) k_t^T."""
     S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
     outputs = []
@@ -22,9 +19,7 @@ def recurrence(
     return torch.stack(outputs), S
 
 
-def scan(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def scan(q, k, v, beta, state=None):
     S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
     identity = torch.eye(k.shape[1], dtype=k.dtype)
     M = identity - beta[:, None, None] * k[:, :, None] * k[:, None, :]

@@ -12,10 +12,9 @@ g^-j (RetNet's decay, g_h = 1 - exp(linspace(log 1/32, log 1/512, H))).
 import math
 
 import torch
-from torch import Tensor
 
 
-def dct(dim: int) -> Tensor:
+def dct(dim):
     """Row j: s_j cos(pi (2 n + 1) j / (2 d)), s_0 = sqrt(1/d), else sqrt(2/d)."""
     j, n = torch.arange(dim, dtype=torch.float64)[:, None], torch.arange(dim, dtype=torch.float64)
     C = torch.cos(math.pi * (2 * n + 1) * j / (2 * dim)) * math.sqrt(2 / dim)
@@ -23,21 +22,21 @@ def dct(dim: int) -> Tensor:
     return C
 
 
-def features(x: Tensor, t: Tensor, weight: Tensor) -> Tensor:
+def features(x, t, weight):
     """As printed. x: (..., D); t, weight: (D,)."""
     return weight * torch.exp(t * (x @ dct(x.shape[-1]).T))
 
 
-def released_features(x: Tensor, t: Tensor) -> Tensor:
+def released_features(x, t):
     return torch.softmax(t * (x @ dct(x.shape[-1])), -1)
 
 
-def released_decay(heads: int) -> Tensor:
+def released_decay(heads):
     ends = math.log(1 / 32), math.log(1 / 512)
     return 1 - torch.exp(torch.linspace(*ends, heads, dtype=torch.float64))
 
 
-def recurrence(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def recurrence(phi_q, phi_k, v):
     """Normalised linear attention, as printed."""
     S, z = v.new_zeros(v.shape[1], phi_k.shape[1]), torch.zeros_like(phi_k[0])
     outputs = []
@@ -47,9 +46,7 @@ def recurrence(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     return torch.stack(outputs), S
 
 
-def released_recurrence(
-    phi_q: Tensor, phi_k: Tensor, v: Tensor, decay: Tensor | float
-) -> tuple[Tensor, Tensor]:
+def released_recurrence(phi_q, phi_k, v, decay):
     """Retention over the features: S_t = g S_{t-1} + v_t phi(k_t)^T, no normaliser."""
     S = v.new_zeros(v.shape[1], phi_k.shape[1])
     outputs = []

@@ -11,16 +11,13 @@ y_t = Re sum_{j<=t} q_t^T (prod_{s=j+1}^{t} a_s * k_j) v_j.
 """
 
 import torch
-from torch import Tensor
 
 
-def transition(alpha: Tensor, beta: Tensor) -> Tensor:
+def transition(alpha, beta):
     return torch.polar(torch.sigmoid(alpha), beta)
 
 
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def recurrence(q, k, v, a, state=None):
     """q, k: (T, K); v: (T, V); a: (T, K) complex; state: (V, K) complex."""
     H = a.new_zeros(v.shape[1], k.shape[1]) if state is None else state
     outputs = []
@@ -30,7 +27,7 @@ def recurrence(
     return torch.stack(outputs), H
 
 
-def parallel(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> Tensor:
+def parallel(q, k, v, a):
     outputs = []
     for t in range(len(q)):
         o = torch.zeros_like(v[0])
@@ -43,7 +40,7 @@ def parallel(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> Tensor:
     return torch.stack(outputs)
 
 
-def released(x: Tensor, input_gate: Tensor, output_gate: Tensor) -> tuple[Tensor, Tensor]:
+def released(x, input_gate, output_gate):
     """All pre-activations (T, D), tied gates."""
     h = torch.zeros_like(x[0])
     outputs = []

@@ -8,17 +8,14 @@ and k, group norm per head and a SiLU gate outside, as in RetNet.
 """
 
 import torch
-from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 
-def gate(logit: Tensor, tau: float = 16.0) -> Tensor:
+def gate(logit, tau=16.0):
     return torch.exp(logsigmoid(logit) / tau)
 
 
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def recurrence(q, k, v, gamma, state=None):
     """q, k: (T, K); v: (T, V); gamma: (T,); state: (V, K)."""
     S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
     outputs = []
@@ -28,6 +25,6 @@ def recurrence(
     return torch.stack(outputs), S
 
 
-def parallel(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor) -> Tensor:
+def parallel(q, k, v, gamma):
     total = gamma.log().cumsum(0)
     return torch.tril(q @ k.T * torch.exp(total[:, None] - total[None])) @ v

@@ -7,18 +7,9 @@ READS the decayed state, not on the one that writes: S a - (S a (b * k)) k^T. b 
 """
 
 import torch
-from torch import Tensor
 
 
-def recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_a: Tensor,
-    b: Tensor,
-    w: Tensor,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def recurrence(q, k, v, log_a, b, w, state=None):
     """q, k, log_a, b: (T, K); v, w: (T, V); state: (V, K)."""
     S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
     outputs = []

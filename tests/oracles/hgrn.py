@@ -10,26 +10,19 @@ The input gate is 1 - lambda with lambda AFTER the lower bound.
 """
 
 import torch
-from torch import Tensor
 
 
-def lower_bounds(parameter: Tensor) -> Tensor:
+def lower_bounds(parameter):
     """parameter: (L, D) -> (L, D), rows ascending from 0."""
     probabilities = parameter.softmax(0)
     return probabilities.cumsum(0) - probabilities[0]
 
 
-def first_angles(dim: int) -> Tensor:
+def first_angles(dim):
     return 10000.0 ** (-2 / dim * torch.arange(dim, dtype=torch.float64))
 
 
-def recurrence(
-    c: Tensor,
-    forget: Tensor,
-    lower_bound: Tensor,
-    theta: Tensor | None = None,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def recurrence(c, forget, lower_bound, theta=None, state=None):
     """c: (T, D), complex where theta is given; forget: (T, D), pre-activation; theta: (D,)."""
     h = torch.zeros_like(c[0]) if state is None else state
     outputs = []

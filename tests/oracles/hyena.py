@@ -11,10 +11,9 @@ convolution of length 3. Safari's order: its first projection is q (x0), the sec
 """
 
 import torch
-from torch import Tensor
 
 
-def hyena(q: Tensor, k: Tensor, v: Tensor, h: Tensor, d: Tensor | float = 0.0) -> Tensor:
+def hyena(q, k, v, h, d=0.0):
     """q, k, v: (T, C); h: (T, C) filter taps from lag 0; d: (C,)."""
     z = k * v
     outputs = []
@@ -24,7 +23,7 @@ def hyena(q: Tensor, k: Tensor, v: Tensor, h: Tensor, d: Tensor | float = 0.0) -
     return torch.stack(outputs)
 
 
-def multi_head(q: Tensor, k: Tensor, v: Tensor, h: Tensor, d: Tensor | float = 0.0) -> Tensor:
+def multi_head(q, k, v, h, d=0.0):
     """One head. q, k: (T, K); v: (T, V); h: (T,)."""
     outer = [torch.outer(v[t], k[t]) for t in range(len(q))]
     outputs = []

@@ -3,10 +3,9 @@
 import math
 
 import torch
-from torch import Tensor
 
 
-def wave(seed: int, *shape: int) -> Tensor:
+def wave(seed, *shape):
     """Numbers in [-1, 1] without a visible pattern, float64."""
     n = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64)
     return torch.sin(1.37 * (n + 11 * seed) ** 1.5).reshape(shape)

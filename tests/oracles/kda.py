@@ -9,23 +9,18 @@ scale q by K^-1/2 and normalise q and k.
 """
 
 import torch
-from torch import Tensor
 from torch.nn.functional import softplus
 
 
-def log_decay(x: Tensor, A_log: Tensor | float, bias: Tensor | float = 0.0) -> Tensor:
+def log_decay(x, A_log, bias=0.0):
     return -torch.exp(torch.as_tensor(A_log, dtype=x.dtype)) * softplus(x + bias)
 
 
-def bounded_log_decay(
-    x: Tensor, A_log: Tensor | float = 0.0, bias: Tensor | float = 0.0, bound: float = -5.0
-) -> Tensor:
+def bounded_log_decay(x, A_log=0.0, bias=0.0, bound=-5.0):
     return bound * torch.sigmoid(torch.exp(torch.as_tensor(A_log, dtype=x.dtype)) * (x + bias))
 
 
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, log_a: Tensor, beta: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def recurrence(q, k, v, log_a, beta, state=None):
     """q, k, log_a: (T, K); v: (T, V); beta: (T,); state: (V, K)."""
     S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
     outputs = []

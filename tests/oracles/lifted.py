@@ -1,14 +1,9 @@
 """Lift an oracle, which sees one head of one sequence, to a batch of heads."""
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 
-def each_head(
-    oracle: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor
-) -> tuple[Tensor, Tensor]:
+def each_head(oracle, *inputs):
     """Inputs (B, T, H, ...) -> outputs (B, T, H, ...) and last states (B, H, ...)."""
     batch, _, heads = inputs[0].shape[:3]
     outputs, states = [], []

@@ -18,15 +18,14 @@ norm(o) sigmoid(gate).
 import math
 
 import torch
-from torch import Tensor
 
 
-def text_slopes(heads: int, layer: int, layers: int) -> Tensor:
+def text_slopes(heads, layer, layers):
     h = torch.arange(heads, dtype=torch.float64)
     return 8 * h / heads * (1 - layer / layers)
 
 
-def alibi_slopes(heads: int) -> list[float]:
+def alibi_slopes(heads):
     """A power of two: 2^(-8/H), 2^(-16/H), ...; else those of the power below, then every other
     one of the power above."""
     below = 2 ** math.floor(math.log2(heads))
@@ -35,19 +34,17 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes + above[: heads - below]
 
 
-def released_slopes(heads: int, layer: int, layers: int) -> Tensor:
+def released_slopes(heads, layer, layers):
     slopes = torch.tensor(alibi_slopes(heads), dtype=torch.float64)
     return slopes * (1 - layer / max(layers - 1, 1) + 1e-5)
 
 
-def transformers_slopes(heads: int, layer: int, layers: int) -> Tensor:
+def transformers_slopes(heads, layer, layers):
     h = torch.arange(1, heads + 1, dtype=torch.float64)
     return 2.0 ** (-8 * h / heads) * (1 - layer / (layers - 1 + 1e-5) + 1e-5)
 
 
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, slope: Tensor | float, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def recurrence(q, k, v, slope, state=None):
     """q, k: (T, K); v: (T, V); the slope of this head; state: (V, K)."""
     S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
     ratio = torch.exp(-torch.as_tensor(slope, dtype=v.dtype))

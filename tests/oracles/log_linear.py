@@ -9,10 +9,9 @@ token. With every lambda = 1: linear attention with decay.
 """
 
 import torch
-from torch import Tensor
 
 
-def level(t: int, j: int) -> int:
+def level(t, j):
     """The level at which token t sees token j <= t."""
     if j == t:
         return 0
@@ -26,9 +25,7 @@ def level(t: int, j: int) -> int:
         bit += 1
 
 
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scales: Tensor
-) -> tuple[Tensor, list[Tensor]]:
+def recurrence(q, k, v, log_decay, scales):
     """q, k: (T, K); v: (T, V); log_decay: (T,); scales: (T, levels). Returns the level states."""
     levels = [v.new_zeros(v.shape[1], k.shape[1]) for _ in range(scales.shape[1])]
     outputs = []
@@ -50,7 +47,7 @@ def recurrence(
     return torch.stack(outputs), levels
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scales: Tensor) -> Tensor:
+def by_definition(q, k, v, log_decay, scales):
     total = log_decay.cumsum(0)
     outputs = []
     for t in range(len(q)):

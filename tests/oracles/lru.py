@@ -8,27 +8,17 @@ is a free parameter after its start.
 """
 
 import torch
-from torch import Tensor
 
 
-def eigenvalues(nu: Tensor, theta: Tensor) -> Tensor:
+def eigenvalues(nu, theta):
     return torch.polar(torch.exp(-torch.exp(nu)), torch.exp(theta))
 
 
-def first_gamma(nu: Tensor) -> Tensor:
+def first_gamma(nu):
     return torch.sqrt(1 - torch.exp(-2 * torch.exp(nu)))
 
 
-def recurrence(
-    u: Tensor,
-    nu: Tensor,
-    theta: Tensor,
-    gamma: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def recurrence(u, nu, theta, gamma, B, C, D, state=None):
     """u: (T, M); nu, theta, gamma: (N,); B: (N, M), C: (M, N) complex; D: (M,)."""
     eigen = eigenvalues(nu, theta)
     h = torch.zeros_like(eigen) if state is None else state

@@ -9,24 +9,14 @@ and C in Mamba) are shared by all channels. As Delta -> 0 the signed transition 
 """
 
 import torch
-from torch import Tensor
 
 
-def transition(delta: Tensor, A_log: Tensor, signed: bool) -> Tensor:
+def transition(delta, A_log, signed):
     decay = torch.exp(-delta[:, None] * torch.exp(A_log))
     return 2 * decay - 1 if signed else decay
 
 
-def recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    delta: Tensor,
-    A_log: Tensor,
-    d: Tensor,
-    signed: bool = True,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def recurrence(q, k, v, delta, A_log, d, signed=True, state=None):
     """q, k: (T, N); v, delta: (T, C), delta > 0; A_log: (C, N); d: (C,); state: (C, N)."""
     S = torch.zeros_like(A_log) if state is None else state
     outputs = []

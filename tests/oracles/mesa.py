@@ -14,18 +14,9 @@ With gamma < 1 the recursion, P_{t-1} divided by gamma first, decays Lambda as w
 """
 
 import torch
-from torch import Tensor
 
 
-def recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    ridge: Tensor,
-    state: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def recurrence(q, k, v, gamma, beta, ridge, state=None):
     """q, k: (T, K); v: (T, V); gamma, beta: (T,); ridge: (K,); state: H (K, K), G (V, K)."""
     H = q.new_zeros(k.shape[1], k.shape[1]) if state is None else state[0]
     G = q.new_zeros(v.shape[1], k.shape[1]) if state is None else state[1]
@@ -37,9 +28,7 @@ def recurrence(
     return torch.stack(outputs), (H, G)
 
 
-def sherman_morrison(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, ridge: Tensor, gamma: Tensor | None = None
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def sherman_morrison(q, k, v, beta, ridge, gamma=None):
     """Recursive least squares; with gamma it forgets the ridge too."""
     P = torch.diag(1 / ridge)
     S = q.new_zeros(v.shape[1], k.shape[1])

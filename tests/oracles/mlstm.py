@@ -13,24 +13,15 @@ it counts exp(m_t) times as much and the two released forms differ by O(eps).
 """
 
 import torch
-from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 
-def soft_cap(x: Tensor, cap: float) -> Tensor:
+def soft_cap(x, cap):
     """cap tanh(x / cap): xLSTM-7B caps both gate pre-activations at 15 (the logits at 30)."""
     return cap * torch.tanh(x / cap)
 
 
-def recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    input_gate: Tensor,
-    forget_gate: Tensor,
-    eps: float = 0.0,
-    m: float = 0.0,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+def recurrence(q, k, v, input_gate, forget_gate, eps=0.0, m=0.0):
     """q, k: (T, K) unscaled; v: (T, V); pre-activations of the gates: (T,); m is m_0."""
     C = v.new_zeros(v.shape[1], k.shape[1])
     n = v.new_zeros(k.shape[1])
@@ -48,9 +39,7 @@ def recurrence(
     return torch.stack(outputs), (C, n, maximum)
 
 
-def unstabilised(
-    q: Tensor, k: Tensor, v: Tensor, input_gate: Tensor, forget_gate: Tensor
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def unstabilised(q, k, v, input_gate, forget_gate):
     """Eqs. 19-21 as printed: i = exp(i~), f = sigmoid(f~), o = C q / max(|n^T q|, 1)."""
     C = v.new_zeros(v.shape[1], k.shape[1])
     n = v.new_zeros(k.shape[1])
@@ -63,9 +52,7 @@ def unstabilised(
     return torch.stack(outputs), (C, n)
 
 
-def parallel(
-    q: Tensor, k: Tensor, v: Tensor, input_gate: Tensor, forget_gate: Tensor, eps: float = 0.0
-) -> Tensor:
+def parallel(q, k, v, input_gate, forget_gate, eps=0.0):
     """The paper's appendix: D_tj = exp(sum_{s=j+1}^{t} log f_s + i~_j - m_t), m_t the row's max."""
     decay = logsigmoid(forget_gate).cumsum(0)
     log_D = decay[:, None] - decay[None] + input_gate[None]

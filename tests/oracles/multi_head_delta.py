@@ -17,12 +17,9 @@ its B_t = sum_i [prod_{j=n}^{i+1} (I - eta_j k_j^T k_j)] eta_i k_i^T v_i; the gr
 """
 
 import torch
-from torch import Tensor
 
 
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def recurrence(q, k, v, eta, state=None):
     """One head. q: (T, nq, K), k: (T, nk, K), v: (T, nv, V), eta: (T, ne); each n is 1 or slots.
 
     Slots with their own k, v or eta have their own state; queries alone share one. Returns
@@ -32,7 +29,7 @@ def recurrence(
     slots = max(states, q.shape[1])
     W = [v.new_zeros(k.shape[2], v.shape[2]) for _ in range(states)] if state is None else [*state]
 
-    def pick(x: Tensor, t: int, i: int) -> Tensor:
+    def pick(x, t, i):
         return x[t, i if x.shape[1] > 1 else 0]
 
     outputs = []
@@ -45,9 +42,7 @@ def recurrence(
     return torch.stack(outputs), torch.stack(W)
 
 
-def delta_product(
-    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def delta_product(q, k, v, eta, state=None):
     """n writes into one state, i = 1 .. n in turn, then one read. q: (T, K); W: (K, V)."""
     W = v.new_zeros(k.shape[2], v.shape[2]) if state is None else state
     outputs = []

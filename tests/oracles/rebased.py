@@ -11,20 +11,19 @@ in the release and share them in flash-linear-attention. eps: 1e-12 (release), 1
 """
 
 import torch
-from torch import Tensor
 from torch.nn.functional import layer_norm
 
 
-def transform(x: Tensor, gamma: Tensor, beta: Tensor, eps: float = 1e-5) -> Tensor:
+def transform(x, gamma, beta, eps=1e-5):
     return layer_norm(x, x.shape[-1:], gamma, beta, eps)
 
 
-def features(x: Tensor) -> Tensor:
+def features(x):
     """(..., D) -> (..., D^2): phi(q) . phi(k) = (q . k)^2 / D."""
     return (x[..., :, None] * x[..., None, :]).flatten(-2) * x.shape[-1] ** -0.5
 
 
-def recurrence(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+def recurrence(q, k, v, eps=1e-6):
     """q, k: (T, D) after `transform`; v: (T, V)."""
     S = v.new_zeros(v.shape[1], k.shape[1] ** 2)
     z = v.new_zeros(k.shape[1] ** 2)
@@ -36,6 +35,6 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-6) -> tuple[Tens
     return torch.stack(outputs), S
 
 
-def parallel(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-6) -> Tensor:
+def parallel(q, k, v, eps=1e-6):
     scores = torch.tril((q @ k.T).square() / q.shape[1])
     return scores @ v / (scores.sum(1, keepdim=True) + eps)

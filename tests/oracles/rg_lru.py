@@ -10,19 +10,10 @@ sqrt(1 - a_t^2) by 1 and forgets the state; the print does not.
 """
 
 import torch
-from torch import Tensor
 from torch.nn.functional import softplus
 
 
-def recurrence(
-    x: Tensor,
-    recurrence_gate: Tensor,
-    input_gate: Tensor,
-    parameter: Tensor,
-    starts: Tensor | None = None,
-    power: float = 8.0,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def recurrence(x, recurrence_gate, input_gate, parameter, starts=None, power=8.0, state=None):
     """x and both gates' pre-activations: (T, D); parameter: (D,), the released sign.
 
     starts: (T,) bool, True at the first token of a document; None, as printed: no such token.
@@ -39,7 +30,7 @@ def recurrence(
     return torch.stack(outputs), h
 
 
-def block_diagonal(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def block_diagonal(x, weight, bias):
     """x: (T, D); weight: (H, D/H, D/H), rows are inputs; bias: (H, D/H)."""
     blocks = x.reshape(len(x), len(weight), -1)
     return torch.stack([blocks[:, h] @ weight[h] + bias[h] for h in range(len(weight))], 1).reshape(

@@ -9,18 +9,17 @@ about 1e-7 of itself: hundredths of a radian for the fast pairs at a million tok
 """
 
 import torch
-from torch import Tensor
 
 
-def frequencies(dim: int, base: float = 10000.0) -> Tensor:
+def frequencies(dim, base=10000.0):
     return base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
-def retnet_frequencies(dim: int, base: float = 10000.0) -> Tensor:
+def retnet_frequencies(dim, base=10000.0):
     return base ** -torch.linspace(0, 1, dim // 2, dtype=torch.float64)
 
 
-def rotate(x: Tensor, positions: Tensor, theta: Tensor, interleaved: bool = False) -> Tensor:
+def rotate(x, positions, theta, interleaved=False):
     """x: (T, D); positions: (T,); theta: (R,) turns the first 2 R channels, the rest pass."""
     turned = 2 * len(theta)
     y = x.to(torch.float64).clone()

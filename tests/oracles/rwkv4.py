@@ -8,12 +8,9 @@ o_t = sigmoid(r_t) wkv_t. The kernel's parameter is -w = -exp(time_decay): ADDED
 """
 
 import torch
-from torch import Tensor
 
 
-def recurrence(
-    k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: tuple[Tensor, Tensor, Tensor] | None = None
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+def recurrence(k, v, w, u, state=None):
     """k, v: (T, C); w, u: (C,); state: numerator and denominator, both times exp(-m), and m."""
     a, b = torch.zeros_like(w), torch.zeros_like(w)
     m = torch.full_like(w, -torch.inf)
@@ -30,7 +27,7 @@ def recurrence(
     return torch.stack(outputs), (a, b, m)
 
 
-def by_definition(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
+def by_definition(k, v, w, u):
     """The equation, summed anew for every token, without the maximum."""
     outputs = []
     for t in range(len(k)):

@@ -12,29 +12,20 @@ S (diag - a b^T), seeds 000 and 004 S (diag + a b^T): the kernels' a is -kappa, 
 import math
 
 import torch
-from torch import Tensor
 
 
-def decay(logit: Tensor) -> Tensor:
+def decay(logit):
     return torch.exp(-math.exp(-0.5) * torch.sigmoid(logit))
 
 
-def keys(k: Tensor, k_k: Tensor, k_a: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+def keys(k, k_k, k_a, a):
     """kappa and k~; k, a: (T, K); k_k, k_a: (K,)."""
     kappa = k * k_k
     kappa = kappa / kappa.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     return kappa, k * (1 + (a - 1) * k_a)
 
 
-def recurrence(
-    r: Tensor,
-    w: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kappa: Tensor,
-    a: Tensor,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def recurrence(r, w, k, v, kappa, a, state=None):
     """r, w, k (that is k~), kappa, a: (T, K); v: (T, V); state: (V, K)."""
     S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
     outputs = []
@@ -45,5 +36,5 @@ def recurrence(
     return torch.stack(outputs), S
 
 
-def bonus(r: Tensor, k: Tensor, v: Tensor, r_k: Tensor) -> Tensor:
+def bonus(r, k, v, r_k):
     return (r * k * r_k).sum(-1, keepdim=True) * v

@@ -16,20 +16,19 @@ S exp(-alpha 1^T exp(A)) and drops B's (exp(dt A) - 1) / A.
 import math
 
 import torch
-from torch import Tensor
 
 
-def lin(states: int) -> Tensor:
+def lin(states):
     n = torch.arange(states // 2, dtype=torch.float64)
     return torch.complex(torch.full_like(n, -0.5), math.pi * n)
 
 
-def inv(states: int) -> Tensor:
+def inv(states):
     n = torch.arange(states // 2, dtype=torch.float64)
     return torch.complex(torch.full_like(n, -0.5), states / math.pi * (states / (2 * n + 1) - 1))
 
 
-def hippo_legs(states: int) -> tuple[Tensor, Tensor]:
+def hippo_legs(states):
     """A_nk = -sqrt((2n+1)(2k+1)) below the diagonal, -(n+1) on it; B_n = sqrt(2n+1)."""
     n = torch.arange(states, dtype=torch.float64)
     root = torch.sqrt(2 * n + 1)
@@ -37,7 +36,7 @@ def hippo_legs(states: int) -> tuple[Tensor, Tensor]:
     return A, root
 
 
-def legs(states: int) -> Tensor:
+def legs(states):
     """Eigenvalues of A + P P^T, P_n = sqrt(n + 1/2), with positive imaginary part, ascending."""
     A, _ = hippo_legs(states)
     P = torch.sqrt(torch.arange(states, dtype=torch.float64) + 0.5)
@@ -46,17 +45,13 @@ def legs(states: int) -> Tensor:
     return values[values.imag.argsort()]
 
 
-def discretise(
-    A: Tensor, B: Tensor, dt: Tensor | float, bilinear: bool = False
-) -> tuple[Tensor, Tensor]:
+def discretise(A, B, dt, bilinear=False):
     if bilinear:
         return (1 + dt * A / 2) / (1 - dt * A / 2), dt * B / (1 - dt * A / 2)
     return torch.exp(dt * A), B * (torch.exp(dt * A) - 1) / A
 
 
-def recurrence(
-    u: Tensor, dA: Tensor, dB: Tensor, C: Tensor, D: Tensor | float, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def recurrence(u, dA, dB, C, D, state=None):
     """u: (T,), one channel; dA, dB, C: (N/2,) complex."""
     x = torch.zeros_like(dA) if state is None else state
     outputs = []
@@ -66,17 +61,17 @@ def recurrence(
     return torch.stack(outputs), x
 
 
-def kernel(dA: Tensor, dB: Tensor, C: Tensor, length: int) -> Tensor:
+def kernel(dA, dB, C, length):
     powers = dA[None] ** torch.arange(length, dtype=torch.float64)[:, None]
     return 2 * (powers * (C * dB)).sum(1).real
 
 
-def convolution(u: Tensor, kernel: Tensor, D: Tensor | float) -> Tensor:
+def convolution(u, kernel, D):
     """Causal: y_t = sum_j K_{t-j} u_j + D u_t, by the definition."""
     return torch.stack([kernel[: t + 1].flip(0) @ u[: t + 1] + D * u[t] for t in range(len(u))])
 
 
-def dense_recurrence(u: Tensor, A: Tensor, B: Tensor, C: Tensor, dt: float) -> Tensor:
+def dense_recurrence(u, A, B, C, dt):
     """Any real A (N, N), bilinear: the original S4's map, for comparison with small N."""
     identity = torch.eye(len(A), dtype=A.dtype)
     inverse = torch.linalg.inv(identity - dt / 2 * A)

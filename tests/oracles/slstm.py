@@ -11,18 +11,10 @@ the cell's. No floor under n: n_t >= i'_t > 0.
 """
 
 import torch
-from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 
-def recurrence(
-    i: Tensor,
-    f: Tensor,
-    z: Tensor,
-    o: Tensor,
-    recurrent: dict[str, Tensor],
-    exponential_forget: bool = False,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+def recurrence(i, f, z, o, recurrent, exponential_forget=False):
     """i, f, z, o: (T, H, D), what the input and the bias give; recurrent["i"], ...: (H, D, D).
 
     recurrent[x][head] @ h[head] is the contribution of the last output.

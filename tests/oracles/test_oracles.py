@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, logsigmoid, normalize
 
 from oracles import (
@@ -50,16 +49,16 @@ RIDGE = 0.5 + torch.sigmoid(wave(22, K))
 TRIANGLE = torch.ones(T, T).tril()
 
 
-def same(a: Tensor, b: Tensor, tolerance: float = 1e-12) -> None:
+def same(a, b, tolerance=1e-12):
     torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
 
 
-def apart(a: Tensor, b: Tensor, least: float = 1e-3) -> None:
+def apart(a, b, least=1e-3):
     """The inputs tell a from b: without this an agreement elsewhere would prove little."""
     assert (a - b).abs().max() > least
 
 
-def heads(gate: Tensor, size: int) -> Tensor:
+def heads(gate, size):
     """One number of a token for so many channels."""
     return gate[:, None].expand(T, size)
 
@@ -86,12 +85,12 @@ LOG_LINEAR = (
 DIJIANG = tuple(wave(seed, 2, T, size)[1] for seed, size in ((57, 4), (58, 4), (59, V)))
 
 
-def titans_in_pytorch(residual: bool) -> Tensor:
+def titans_in_pytorch(residual):
     """The MLP memory of titans-pytorch."""
     D, n, heads_up = 3, 6, 3 if residual else 2
     x = wave(60, n, D)
 
-    def parameter(index: int, *shape: int) -> Tensor:
+    def parameter(index, *shape):
         return 0.6 * wave(61 + heads_up + index, *shape)
 
     # Order: the memory's weights, q, k, v, then weight and bias of step, momentum, decay.
@@ -104,14 +103,14 @@ def titans_in_pytorch(residual: bool) -> Tensor:
         for i in range(3)
     )
 
-    def memory(w: dict[str, Tensor], x: Tensor) -> Tensor:
+    def memory(w, x):
         y = gelu(x @ w["W1"]) @ w["W2"]
         return x + layer_norm(y, y.shape) * (w["gamma"] + 1) if residual else y
 
     return titans.recurrence(memory, weights, q, k, v, theta / D, eta, alpha, mini_batch=2)[0]
 
 
-def ttt_inputs(width: int | None) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+def ttt_inputs(width):
     D, n, b = 4, 6, 3
     weights = {"W1": 0.4 * wave(18, D, width or D), "b1": 0.1 * wave(19, width or D)}
     if width:
@@ -122,37 +121,37 @@ def ttt_inputs(width: int | None) -> tuple[dict[str, Tensor], tuple[Tensor, ...]
     return weights, (*tokens, torch.sigmoid(wave(14, n)), scale, *norm)
 
 
-def ttt_outputs(network, width: int | None) -> Tensor:
+def ttt_outputs(network, width):
     weights, rest = ttt_inputs(width)
     return ttt.recurrence(network, weights, *rest)[0]
 
 
-def s4_kernel() -> tuple[Tensor, ...]:
+def s4_kernel():
     C = torch.complex(wave(49, 4), wave(50, 4))
     dA, dB = s4.discretise(s4.lin(8), torch.ones(4, dtype=torch.complex128), 0.05)
     return s4.kernel(dA, dB, C, 5), dA, dB, C
 
 
-def rg_lru_outputs() -> Tensor:
+def rg_lru_outputs():
     x = wave(35, T, 4)
     gates = (rg_lru.block_diagonal(x, wave(s, 2, 2, 2), wave(s + 2, 2, 2)) for s in (32, 31))
     starts = torch.tensor([True, False, False, True, False])
     return rg_lru.recurrence(x, *gates, wave(30, 4), starts)[0]
 
 
-def rwkv7_outputs() -> Tensor:
+def rwkv7_outputs():
     w, a = torch.exp(-torch.sigmoid(wave(36, T, K))), torch.sigmoid(wave(37, T, K))
     kappa = normalize(wave(38, T, K), dim=-1)
     return rwkv7.recurrence(Q, w, KEY, VALUE, kappa, a)[0]
 
 
-def dijiang_outputs() -> Tensor:
+def dijiang_outputs():
     phi = (dijiang.released_features(x, wave(56, 4)) for x in DIJIANG[:2])
     decay = dijiang.released_decay(2)[1]
     return dijiang.released_recurrence(*phi, DIJIANG[2], decay)[0]
 
 
-def gdn2_outputs() -> Tensor:
+def gdn2_outputs():
     erase, write = torch.sigmoid(wave(40, T, K)), torch.sigmoid(wave(41, T, V))
     return gdn2.recurrence(*QKV, LOG_A, erase, write)[0]
 
@@ -247,7 +246,7 @@ def ttt_dual():
     return ttt.recurrence(ttt.linear, weights, *rest)[0], ttt.linear_dual(weights, *rest)
 
 
-def rotary_as_a_complex_product(interleaved: bool):
+def rotary_as_a_complex_product(interleaved):
     positions, x = torch.tensor([0, 3, 1000, 1_000_000]), wave(130, 4, 6)
     theta = rotary.frequencies(6)
     turn = torch.polar(torch.ones(4, 3, dtype=DOUBLE), positions[:, None] * theta)
@@ -269,7 +268,7 @@ def fast_weights_continued():
     return end, decaying_fast_weights.recurrence(*QKV, *FAST)[1]
 
 
-def fast_weights_with_one_decay(a: Tensor, b: Tensor):
+def fast_weights_with_one_decay(a, b):
     o, _ = decaying_fast_weights.recurrence(*QKV, heads(a, K), heads(b, V))
     return o, gated_retention.parallel(*QKV, ALPHA)
 
@@ -580,15 +579,15 @@ def test_titans_first_mini_batch_unrolled():
 class Recorder:
     """A memory that sums what was written."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         self.state = torch.zeros(width, dtype=DOUBLE)
 
-    def write(self, tokens: Tensor) -> Tensor:
+    def write(self, tokens):
         outputs = self.state + tokens.cumsum(0)
         self.state = outputs[-1]
         return outputs
 
-    def read(self, tokens: Tensor) -> Tensor:
+    def read(self, tokens):
         return tokens + self.state
 
 
@@ -642,7 +641,7 @@ def test_rotary_depends_on_distance_only():
     theta = rotary.frequencies(4)
     q, k = wave(131, 1, 6), wave(132, 1, 6)
 
-    def score(t: int, j: int) -> Tensor:
+    def score(t, j):
         turned = (rotary.rotate(x, torch.tensor([p]), theta) for x, p in ((q, t), (k, j)))
         return math.prod(turned).sum()
 
@@ -703,7 +702,7 @@ def test_multi_head_delta_variants():
     q, k, v, eta = SLOTS
     one = slice(None), slice(0, 1)
 
-    def slot(i: int, *given: Tensor) -> Tensor:
+    def slot(i, *given):
         return delta_scan.recurrence(*(x[:, min(i, x.shape[1] - 1)] for x in given))[0]
 
     variants = {

@@ -27,40 +27,29 @@ Weights = dict[str, Tensor]
 Memory = Callable[[Weights, Tensor], Tensor]
 
 
-def linear(weights: Weights, x: Tensor) -> Tensor:
+def linear(weights, x):
     """M(x) = W x."""
     return weights["W"] @ x
 
 
-def mlp(weights: Weights, x: Tensor, activation: Callable[[Tensor], Tensor] = silu) -> Tensor:
+def mlp(weights, x, activation=silu):
     """M(x) = W_n act(... act(W_1 x)): keys "W1", "W2", ... in order."""
     for depth, name in enumerate(sorted(weights)):
         x = weights[name] @ (x if depth == 0 else activation(x))
     return x
 
 
-def residual(memory: Memory) -> Memory:
+def residual(memory):
     """x + LN(M(x)), layer norm without weights of its own."""
 
-    def normalised(weights: Weights, x: Tensor) -> Tensor:
+    def normalised(weights, x):
         y = memory(weights, x)
         return x + layer_norm(y, y.shape)
 
     return normalised
 
 
-def recurrence(
-    memory: Memory,
-    weights: Weights,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    theta: Tensor,
-    eta: Tensor,
-    alpha: Tensor,
-    mini_batch: int = 1,
-    momentum: Weights | None = None,
-) -> tuple[Tensor, Weights, Weights]:
+def recurrence(memory, weights, q, k, v, theta, eta, alpha, mini_batch=1, momentum=None):
     """q, k: (T, K); v: (T, V); theta (step), eta (momentum), alpha (forgetting): (T,).
 
     Returns the outputs, M_T and S_T.
@@ -79,16 +68,7 @@ def recurrence(
     return torch.stack(outputs), M, S
 
 
-def linear_recurrence(
-    W: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    theta: Tensor,
-    eta: Tensor,
-    alpha: Tensor,
-    mini_batch: int = 1,
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_recurrence(W, q, k, v, theta, eta, alpha, mini_batch=1):
     """The linear memory in closed form: S_t = eta S - 2 theta (W_{t'} k - v) k^T."""
     S, start = torch.zeros_like(W), W
     outputs = []

@@ -15,18 +15,16 @@ from torch import Tensor
 
 
 class Memory(Protocol):
-    def write(self, tokens: Tensor) -> Tensor: ...
+    def write(self, tokens): ...
 
-    def read(self, tokens: Tensor) -> Tensor: ...
+    def read(self, tokens): ...
 
 
 Attention = Callable[[Tensor, int], Tensor]
 Gate = Callable[[Tensor, Tensor], Tensor]
 
 
-def as_context(
-    x: Tensor, persistent: Tensor, memory: Memory, attention: Attention, gate: Gate, segment: int
-) -> Tensor:
+def as_context(x, persistent, memory, attention, gate, segment):
     """Eqs. 21-25, segment by segment: h = M_{t-1}*(S W_Q); y = Attn(p | h | S); M_t = M_{t-1}(y);
     o = y (x) M_t*(y). The memory's own projections belong to it; only y of the segment is kept."""
     outputs = []
@@ -39,38 +37,36 @@ def as_context(
     return torch.cat(outputs)
 
 
-def as_gate(
-    x: Tensor, persistent: Tensor, memory: Memory, attention: Attention, gate: Gate
-) -> Tensor:
+def as_gate(x, persistent, memory, attention, gate):
     """Eqs. 26-28: o = SW-Attn*(x~) (x) M(x~), x~ = p | x; not segmented."""
     prefixed = torch.cat([persistent, x])
     y = attention(prefixed, len(persistent))
     return gate(y, memory.write(prefixed))[len(persistent) :]
 
 
-def as_layer(x: Tensor, persistent: Tensor, memory: Memory, attention: Attention) -> Tensor:
+def as_layer(x, persistent, memory, attention):
     """Eqs. 29-31: o = SW-Attn(M(x~)); the window has no prefix here."""
     prefixed = torch.cat([persistent, x])
     return attention(memory.write(prefixed), 0)[len(persistent) :]
 
 
-def sigmoid_gate(weight_y: Tensor, weight_memory: Tensor, eps: float = 1e-6) -> Gate:
+def sigmoid_gate(weight_y, weight_memory, eps=1e-6):
     """Section 4.2: normalise both with learnable vectors, then a non-linearity sigma.
 
     The text leaves the product open; here sigma acts on the memory's side: y^ sigma(m^).
     """
 
-    def normalise(x: Tensor, weight: Tensor) -> Tensor:
+    def normalise(x, weight):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
     return lambda y, m: normalise(y, weight_y) * torch.sigmoid(normalise(m, weight_memory))
 
 
-def softmax_attention(window: int | None, project: tuple[Tensor, Tensor, Tensor]) -> Attention:
+def softmax_attention(window, project):
     """Causal softmax attention of one head, over the last `window` tokens and the prefix."""
     W_q, W_k, W_v = project
 
-    def attend(x: Tensor, prefix: int) -> Tensor:
+    def attend(x, prefix):
         q, k, v = x @ W_q, x @ W_k, x @ W_v
         t, j = torch.arange(len(x))[:, None], torch.arange(len(x))[None]
         seen = (j <= t) & ((j < prefix) | (window is None) | (t - j < (window or 0)))

@@ -23,38 +23,27 @@ Weights = dict[str, Tensor]
 Model = Callable[[Weights, Tensor], Tensor]
 
 
-def linear(weights: Weights, x: Tensor) -> Tensor:
+def linear(weights, x):
     return x @ weights["W1"] + weights["b1"]
 
 
-def mlp(weights: Weights, x: Tensor) -> Tensor:
+def mlp(weights, x):
     hidden = gelu(x @ weights["W1"] + weights["b1"], approximate="tanh")
     return hidden @ weights["W2"] + weights["b2"]
 
 
-def default_scale(mini_batch: int) -> Tensor:
+def default_scale(mini_batch):
     """1, 1/2, ..., 1/b."""
     return 1 / torch.arange(1, mini_batch + 1, dtype=torch.float64)
 
 
-def recurrence(
-    model: Model,
-    weights: Weights,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lr: Tensor,
-    scale: Tensor,
-    ln_weight: Tensor,
-    ln_bias: Tensor,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Weights]:
+def recurrence(model, weights, q, k, v, lr, scale, ln_weight, ln_bias, eps=1e-6):
     """q, k, v: (T, D); lr: (T,); scale: (mini_batch,); returns outputs and W_T."""
 
-    def normalise(x: Tensor) -> Tensor:
+    def normalise(x):
         return layer_norm(x, x.shape[-1:], ln_weight, ln_bias, eps)
 
-    def loss(weights: Weights, k: Tensor, v: Tensor) -> Tensor:
+    def loss(weights, k, v):
         return 0.5 * (normalise(model(weights, k)) + k - v).square().sum()
 
     gradient = torch.func.grad(loss)
@@ -73,17 +62,7 @@ def recurrence(
     return torch.stack(outputs), current
 
 
-def linear_dual(
-    weights: Weights,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lr: Tensor,
-    scale: Tensor,
-    ln_weight: Tensor,
-    ln_bias: Tensor,
-    eps: float = 1e-6,
-) -> Tensor:
+def linear_dual(weights, q, k, v, lr, scale, ln_weight, ln_bias, eps=1e-6):
     """Section 2.5's dual form of TTT-Linear, with the layer norm's gradient in closed form."""
     W, b, D = weights["W1"], weights["b1"], q.shape[1]
     outputs = []
