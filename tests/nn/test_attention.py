@@ -1,15 +1,24 @@
-"""Softmax attention against its sum, and the rows that its state keeps."""
+"""Softmax attention, full, in tiles and latent, against its sum, and the rows that it keeps."""
 
 import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deltarule
-from deltarule.nn import MIXERS, Attention, SlidingWindowAttention
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.nn import (
+    MIXERS,
+    Attention,
+    LatentAttention,
+    SlidingWindowAttention,
+    masked_attention,
+)
 from deltarule.nn.layout import make_layout
 from deltarule.nn.masked_attention import Sight
 from deltarule.nn.rotation import rotate
+from models.checkpoints import check_ways_of_reading
 from nn.layers import HIDDEN, inputs, make
 from tolerance import relative_rms
 
@@ -148,3 +157,172 @@ def test_reads_the_minimiser_of_its_objective(name, window):
 
     assert slope(o) <= 1e-10
     assert slope(o + 0.01) > 1e-3
+
+
+DOUBLE = torch.float64
+LENGTHS = [1, 0, 30, 9]
+
+
+def windowed(window=None, kv_heads=2):
+    torch.manual_seed(0)
+    layer = Attention if window is None else SlidingWindowAttention
+    return layer(HIDDEN, num_heads=4, num_kv_heads=kv_heads, window=window).double()
+
+
+def outputs_and_gradients(layer, x, *given, **options):
+    x = x.clone().requires_grad_()
+    y, _ = layer(x, *given, **options)
+    parameters = x, *layer.parameters()
+    return [y, *torch.autograd.grad(y.sin().sum(), parameters)]
+
+
+def cases():
+    """Calls whose tokens do not see all before them."""
+    yield "packed", None, {"cu_seqlens": deltarule.pack(LENGTHS)}, 1
+    for window in (None, 7, 60):
+        yield f"continued, window {window}", window, {}, 2
+
+
+@pytest.mark.parametrize(("name", "window", "options", "batch"), list(cases()))
+@pytest.mark.parametrize("padded", [False, True])
+def test_tiles_equal_one_mask(name, window, options, batch, padded, monkeypatch):
+    layer, x = windowed(window), inputs(batch, 40, DOUBLE)
+    given = ()
+    if not options:
+        mask = torch.ones(batch, 25, dtype=torch.bool)
+        if padded:
+            mask[0, 3:9], mask[1, :20] = False, False
+        with torch.no_grad():
+            given = (layer(inputs(batch, 25, DOUBLE) + 1, mask=mask)[1],)
+    expected = outputs_and_gradients(layer, x, *given, **options)
+    monkeypatch.setattr(masked_attention, "ROWS", 16)
+    found = outputs_and_gradients(layer, x, *given, **options)
+    for one, other in zip(found, expected, strict=True):
+        assert relative_rms(one, other) <= 1e-12
+    with torch.no_grad():
+        assert relative_rms(layer(x, *given, **options)[0], expected[0]) <= 1e-12
+
+
+class Largest(TorchDispatchMode):
+    """Numbers of the largest tensor that anything returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.numbers = max(self.numbers, x.untyped_storage().nbytes())
+        return out
+
+
+def memory(tokens, packed):
+    """Bytes of the largest tensor of a call with its backward, and of what the backward is kept."""
+    layer, kept = windowed().float(), {}
+
+    def keep(x):
+        storage = x.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    x = inputs(1, tokens)
+    given = () if packed else (layer(x)[1].detach(),)
+    options = {"cu_seqlens": deltarule.pack([tokens // 4] * 4)} if packed else {}
+    with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y, _ = layer(x, *given, **options)
+        y.sum().backward()
+    return largest.numbers, sum(kept.values())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_memory_grows_with_the_tokens_not_with_their_square(packed, monkeypatch):
+    monkeypatch.setattr(masked_attention, "ROWS", 64)
+    small, large = memory(512, packed), memory(2048, packed)
+    for one, four in zip(small, large, strict=True):
+        assert four <= 4.2 * one
+    # One mask of all pairs would be as large as this.
+    assert large[0] < 2048 * 2048
+
+
+HEAD = {"qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6}
+SIZES = {"num_heads": 3, "kv_lora_rank": 8} | HEAD
+
+
+def latent(**options):
+    torch.manual_seed(0)
+    layer = LatentAttention(16, **SIZES | options).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return layer
+
+
+def turned(x, position, theta):
+    """Channel i with i + D/2, by position theta^(-2i/D)."""
+    half = len(x) // 2
+    angle = position * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    first, second = x[:half], x[half:]
+    return torch.cat(
+        [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()]
+    )
+
+
+def latent_by_hand(layer, x, theta=None):
+    """Head by head and token by token."""
+    heads, nope = layer.num_heads, SIZES["qk_nope_head_dim"]
+    rows = []
+    for t, token in enumerate(x):
+        kept = layer.kv_a_proj.weight @ token
+        latent, shared = kept[: layer.latent], kept[layer.latent :]
+        latent = latent * torch.rsqrt(latent.square().mean() + 1e-6) * layer.kv_norm.weight
+        both = (layer.kv_b_proj.weight @ latent).view(heads, -1)
+        q = (layer.q_proj.weight @ token).view(heads, -1)
+        if theta is not None:
+            shared = turned(shared, t, theta)
+            q = torch.stack([torch.cat([h[:nope], turned(h[nope:], t, theta)]) for h in q])
+        k = torch.cat([both[:, :nope], shared.expand(heads, -1)], 1)
+        rows.append((q, k, both[:, nope:]))
+    outputs = []
+    for t, (q, _, _) in enumerate(rows):
+        scores = torch.stack([(q * k).sum(1) for _, k, _ in rows[: t + 1]], 1) * layer.scale
+        o = sum(w[:, None] * v for w, (_, _, v) in zip(scores.softmax(1).T, rows, strict=False))
+        outputs.append(layer.o_proj.weight @ o.flatten())
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("theta", [None, 100.0])
+def test_both_forms_are_the_definition(theta, monkeypatch):
+    layer, x = latent(rope_theta=theta), torch.randn(1, 30, 16, dtype=torch.float64)
+    expected = latent_by_hand(layer, x[0], theta)
+    whole, _ = layer(x)
+    # Few tokens at a time go through the maps of the latent vector.
+    parts, state = [], None
+    for part in x.split([1, 3, 1, 25], 1):
+        y, state = layer(part, state)
+        parts.append(y)
+    assert relative_rms(whole[0], expected) < 1e-12
+    assert relative_rms(torch.cat(parts, 1)[0], expected) < 1e-12
+    monkeypatch.setattr("deltarule.nn.latent_attention.is_plain", lambda module: False)
+    assert relative_rms(layer(x[:, :2])[0][0], expected[:2]) < 1e-12
+
+
+def test_the_state_is_one_small_vector_a_token():
+    state = latent()(torch.randn(2, 7, 16, dtype=torch.float64))[1]
+    assert state["keys"].shape == (2, 7, 1, 12)
+    assert state["values"].numel() == 0
+
+
+def test_written_out_weights_are_those_of_the_output():
+    layer, x = latent(), torch.randn(1, 9, 16, dtype=torch.float64)
+    weights = layer.weights(x)
+    values = layer.expanded(layer._project(x, torch.arange(9)[None])[1])[1]
+    o = torch.einsum("bhij, bjhd -> bihd", weights, values).flatten(-2)
+    assert relative_rms(layer.o_proj(o), layer(x)[0]) < 1e-12
+
+
+def test_a_model_reads_in_every_way():
+    torch.manual_seed(0)
+    stream = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
+    mixers = {"layer_types": ("kda", "attention"), "kv_lora_rank": 8}
+    model = CausalLM(ModelConfig(**stream, **mixers, **HEAD))
+    with torch.no_grad():
+        check_ways_of_reading(model, torch.randint(61, (2, 40)))

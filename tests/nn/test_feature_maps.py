@@ -12,8 +12,23 @@ import deltarule
 from deltarule.nn import MIXERS, RULES
 from deltarule.nn.feature_maps import FEATURE_MAPS, LONGEST, NORMS
 from deltarule.nn.rule import Projections
-from nn.drawn import HV, B, H, K, T, V, draw, draw_projections, each_head, largest_error, run
-from nn.layers import HIDDEN, config, inputs, make
+from nn.layers import (
+    HIDDEN,
+    HV,
+    B,
+    H,
+    K,
+    T,
+    V,
+    config,
+    draw,
+    draw_projections,
+    each_head,
+    inputs,
+    largest_error,
+    make,
+    run,
+)
 from oracles import dijiang, rebased
 from tolerance import relative_rms
 

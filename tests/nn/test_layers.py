@@ -1,4 +1,4 @@
-"""What single layers have beyond the frame: options, gates, and where they fall together."""
+"""What single layers have beyond the frame: options, gates, what they hand on, and memories."""
 
 import os
 import subprocess
@@ -6,13 +6,17 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from deltarule import nn
-from deltarule.nn import RULES, State
+from deltarule import nn, pack
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.nn import HGRN2, MIXERS, RULES, RWKV7, State, TitansLinear, TTTLinear
 from deltarule.nn.call import LayerCall
 from deltarule.nn.layout import make_layout
+from deltarule.nn.two_memories import LOG_ZERO, running_log_sum
 from deltarule.ops.delta_rule import definition
 from nn.layers import HIDDEN, LINEAR, NAMES, config, inputs, make
+from oracles import hgrn
 from tolerance import relative_rms
 
 
@@ -146,3 +150,189 @@ def test_filters_end_where_they_are_said_to():
     changed[:, 3] += 1
     assert torch.equal(layer(changed)[0][:, 8:], y[:, 8:])
     assert not torch.equal(layer(changed)[0][:, 7], y[:, 7])
+
+
+def test_the_first_layer_shares_its_values():
+    first = RWKV7.from_config(config(), 0)
+    second = RWKV7.from_config(config(), 1)
+    x, shared = inputs(1, 5), {}
+    first(x, shared=shared)
+    values = shared["rwkv7_first_values"]
+    assert torch.equal(values.flatten(-2), first.v_proj(shifted(first, x)))
+    y, _ = second(x, shared=shared)
+    assert torch.equal(shared["rwkv7_first_values"], values)
+    assert not torch.equal(y, second(x)[0])
+
+
+def shifted(layer, x):
+    mix = layer.shift_mix[3]
+    return torch.addcmul(x, F.pad(x, (0, 0, 1, -1)) - x, mix)
+
+
+def test_the_first_of_its_kind_in_a_hybrid_needs_no_value_projection():
+    layers = config(layer_types=("attention", "rwkv7", "rwkv7"))
+    assert RWKV7.from_config(layers, 1).value_proj is None
+    assert RWKV7.from_config(layers, 2).value_proj is not None
+
+
+def test_bounds_rise_from_layer_to_layer():
+    layers = config(layer_types=("hgrn2", "attention", "hgrn2", "hgrn2"), num_layers=4)
+    first, second, third = (HGRN2.from_config(layers, index) for index in (0, 2, 3))
+    assert first.bound_logits.shape == (3, 2, 16)
+    assert second.bound_logits is None
+    with torch.no_grad():
+        first.bound_logits.normal_()
+    shared = {}
+    assert first.lower_bound(shared) is None
+    share = first.bound_logits.softmax(0)
+    torch.testing.assert_close(second.lower_bound(shared), share[1])
+    torch.testing.assert_close(third.lower_bound(shared), share[1] + share[2])
+    assert (third.lower_bound(shared) < 1).all()
+    assert second.lower_bound({}) is None
+
+
+def test_the_bound_keeps_what_would_be_forgotten():
+    layers = config(layer_types=("hgrn2",) * 2, num_layers=2)
+    first, second = (HGRN2.from_config(layers, index) for index in range(2))
+    x, shared = inputs(1, 9), {}
+    first(x, shared=shared)
+    assert not torch.equal(second(x, shared=shared)[0], second(x)[0])
+
+
+def test_the_model_learns_its_bounds():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 9, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
+    model = CausalLM(ModelConfig(layer_types="hgrn2", **sizes))
+    model(torch.randint(9, (2, 12)))[0].square().sum().backward()
+    bounds = model.blocks[0].mixer.bound_logits
+    assert bounds.dtype == torch.float32
+    assert (bounds.grad != 0).any()
+
+
+def test_hgrn_bounds_are_those_of_the_paper():
+    layer, shared = MIXERS["hgrn"](HIDDEN, num_heads=2), {}
+    layer.find_place(("hgrn", "attention", "hgrn", "hgrn"), 0)
+    torch.nn.init.normal_(layer.bound_logits)
+    expected = hgrn.lower_bounds(layer.bound_logits.flatten(1))
+    layer.lower_bound(shared)
+    later = MIXERS["hgrn"](HIDDEN, num_heads=2)
+    later.find_place(("hgrn", "attention", "hgrn", "hgrn"), 3)
+    torch.testing.assert_close(later.lower_bound(shared).flatten(), expected[2])
+
+
+def test_alone_it_has_none():
+    layer = make("hgrn2")
+    assert layer.bound_logits is None
+    assert layer.lower_bound({}) is None
+
+
+DOUBLE = torch.float64
+NETWORKS = ["ttt_linear", "ttt_mlp", "titans_linear", "titans_mlp"]
+
+
+def test_mesa_solves_exactly_on_request():
+    layer, x = make("mesa", DOUBLE), inputs(1, 21, DOUBLE)
+    y, _ = layer(x)
+    layer.iterations = None
+    assert relative_rms(layer(x)[0], y) <= 1e-12
+    layer.iterations = 1
+    assert relative_rms(layer(x)[0], y) > 1e-3
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("momentum_logit", [-4.0, 4.0])
+def test_equal_tokens_do_not_make_the_memory_grow_without_bound(name, momentum_logit):
+    torch.manual_seed(0)
+    layer = MIXERS[name](HIDDEN, num_heads=2)
+    x = torch.ones(1, 1, HIDDEN)
+    if hasattr(layer, "m_proj"):
+        # The same momentum for every token: x is constant.
+        layer.m_proj.weight.data.fill_(momentum_logit / HIDDEN)
+    with torch.no_grad():
+        _, early = layer(2 * x.expand(1, 1024, HIDDEN))
+        y, late = layer(2 * x.expand(1, 4096, HIDDEN), early)
+    assert y.isfinite().all()
+    assert late["recurrent"].norm() < 10 * early["recurrent"].norm()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_memory_of_a_long_random_sequence_stays_alive(name):
+    torch.manual_seed(0)
+    layer = MIXERS[name](HIDDEN, num_heads=2)
+    with torch.no_grad():
+        _, state = layer(torch.randn(1, 4096, HIDDEN))
+    assert 1e-2 < state["recurrent"].norm() / layer.starts[0].norm() < 1e2
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("size", [300, 1e6])
+def test_large_inputs_do_not_make_the_memory_infinite(name, size):
+    torch.manual_seed(0)
+    layer, x = MIXERS[name](HIDDEN, num_heads=2), size * torch.randn(2, 512, HIDDEN)
+    x[1] = x[1, :1] + 0.1 * x[1]
+    y, state = layer(x)
+    assert y.isfinite().all()
+    assert all(maps.isfinite().all() for maps in state.values())
+    y.square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_first_network_is_learned(name):
+    layer = make(name)
+    layer(inputs(1, 40))[0].square().sum().backward()
+    assert all((start.grad != 0).any() for start in layer.starts)
+    _, state = layer(inputs(2, 0))
+    for key, start in zip(layer.names("recurrent"), layer.starts, strict=True):
+        assert torch.equal(state[key], start.expand(2, *start.shape))
+
+
+def test_values_of_ttt_are_of_the_size_of_its_keys():
+    layer = TTTLinear.from_config(config(head_k_dim=6, head_v_dim=4), 0)
+    assert layer.head_v_dim == layer.head_k_dim == 6
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_model_says_how_long_mini_batches_are(name):
+    layer = MIXERS[name].from_config(config(mini_batch=4), 0)
+    assert layer(inputs(1, 7))[1]["position"].tolist() == [3]
+    assert MIXERS[name].from_config(config(mini_batch=None), 0).mini_batch == 16
+
+
+def test_titans_may_have_values_of_another_size():
+    layer = TitansLinear(HIDDEN, num_heads=2, head_k_dim=8, head_v_dim=4, output_gate=False)
+    assert layer(inputs(1, 5))[1]["recurrent"].shape == (1, 2, 4, 8)
+
+
+def test_abc_holds_logits_that_have_no_exponential():
+    layer, x = make("abc"), inputs(2, 50)
+    with torch.no_grad():
+        layer.s_proj.weight *= 1e3
+    x.requires_grad_()
+    y, state = layer(x)
+    assert state["log_sum"].max() > 1e3
+    y.square().sum().backward()
+    assert y.isfinite().all()
+    assert x.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 0, 1, 14), (0,), (20,)])
+def test_running_log_sum(lengths):
+    torch.manual_seed(0)
+    tokens = 20 if lengths is None else sum(lengths)
+    cu_seqlens = None if lengths is None else pack(lengths)
+    layout = make_layout(torch.zeros(1, tokens, 1), cu_seqlens, None)
+    x, before = (
+        torch.randn(1, tokens, 3, dtype=DOUBLE),
+        torch.randn(layout.sequences, 1, 3).double(),
+    )
+    before[0] = LOG_ZERO
+    found = running_log_sum(layout.with_history(x, before), layout)
+    parts = x[0].split(list(lengths or (tokens,)))
+    expected = [torch.cat([b, part]).logcumsumexp(0) for b, part in zip(before, parts, strict=True)]
+    exact = torch.cat(expected)
+    # A history of log 0 would make every other number look exact beside it.
+    some = exact > LOG_ZERO / 2
+    assert (found[0][~some] <= LOG_ZERO / 2).all()
+    assert relative_rms(found[0][some], exact[some]) <= 1e-12

@@ -10,7 +10,7 @@ from deltarule.nn import MLSTM, RULES
 from deltarule.nn.linears import ExactLinear
 from deltarule.nn.mlstm import gates, running_maximum
 from deltarule.ops import delta_rule
-from nn.drawn import HV, B, T, draw, draw_projections, largest_error, run
+from nn.layers import HV, B, T, draw, draw_projections, largest_error, run
 from oracles import mlstm
 from oracles.lifted import each_head
 from tolerance import relative_rms

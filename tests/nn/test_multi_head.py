@@ -5,8 +5,7 @@ import torch
 
 from deltarule.nn import MIXERS, RULES
 from deltarule.nn.rule import Projections
-from nn.drawn import B, K, T, V, draw, largest_error, run
-from nn.layers import inputs, make
+from nn.layers import B, K, T, V, draw, inputs, largest_error, make, run
 from oracles import block_householder
 from oracles import multi_head_delta as oracle
 

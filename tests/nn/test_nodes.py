@@ -16,7 +16,7 @@ from tolerance import assert_close, relative_rms
 promised("triton")
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(),
-    reason="kernels are compiled here: see test_kept_on_gpu and test_neighbours_on_gpu",
+    reason="kernels are compiled here: see test_on_gpu and test_neighbours_on_gpu",
 )
 
 

@@ -16,8 +16,7 @@ import deltarule
 from deltarule.nn import MIXERS, RULES, Lightning
 from deltarule.nn.rotation import turned
 from deltarule.nn.rule import Projections
-from nn.drawn import HV, B, H, K, T, V, draw, draw_projections, largest_error, run
-from nn.layers import inputs, make
+from nn.layers import HV, B, H, K, T, V, draw, draw_projections, inputs, largest_error, make, run
 from nn.test_rules import gates, key_heads
 from oracles import (
     comba,

@@ -7,7 +7,7 @@ import torch
 
 from deltarule.nn import MIXERS, RULES, SYSTEMS
 from deltarule.nn.rule import Projections, Rule
-from nn.drawn import HV, OPERATORS, B, H, K, T, V, draw, draw_projections, run
+from nn.layers import HV, OPERATORS, B, H, K, T, V, draw, draw_projections, run
 
 # Each value head has a key head of its own.
 OWN_HEADS = ("rwkv6", "rwkv7", "hgrn2", "gate_loop")
