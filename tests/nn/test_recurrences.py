@@ -18,18 +18,9 @@ from deltarule.nn.rotation import turned
 from deltarule.nn.rule import Projections
 from nn.layers import HV, B, H, K, T, V, draw, draw_projections, inputs, largest_error, make, run
 from nn.test_rules import gates, key_heads
-from oracles import (
-    comba,
-    decaying_fast_weights,
-    delta_scan,
-    gate_loop,
-    gated_retention,
-    gdn2,
-    kda,
-    lightning,
-    mlstm,
-    rwkv7,
-)
+from oracles import comba, delta_scan, gate_loop, gdn2, kda, lightning, mlstm, rwkv7
+from oracles import decaying_fast_weights as fast_weights
+from oracles import gated_retention as retention
 
 SCALE = K**-0.5
 
@@ -67,41 +58,15 @@ def log_decay(h) -> Tensor:
 
 
 def by_key(q, k, v, decay) -> Tensor:
-    return decaying_fast_weights.recurrence(q, k, v, decay, torch.ones_like(v))[0]
+    return fast_weights.recurrence(q, k, v, decay, torch.ones_like(v))[0]
 
 
 def constant(decay: float) -> Tensor:
     return torch.full((T,), decay, dtype=torch.float64)
 
 
-def linear_attention(h):
-    return gated_retention.parallel(h.q * SCALE, h.k, h.v, constant(1.0))
-
-
-def retnet(h):
-    return gated_retention.parallel(h.q * SCALE, h.k, h.v, constant(1 - 2.0 ** (-5 - h.head)))
-
-
-def gated_retnet(h):
-    return gated_retention.recurrence(h.q * SCALE, h.k, h.v, gated_retention.gate(h.decay_logits))[
-        0
-    ]
-
-
-def lightning_attention(h):
-    return lightning.recurrence(h.q * SCALE, h.k, h.v, lightning.released_slopes(HV, 0, 1)[h.head])[
-        0
-    ]
-
-
-def mamba2(h):
-    """The state-space model h = e^{dt A} h + dt B x, y = C h + D x."""
-    x = step_size(h)[:, None] * h.v
-    return gated_retention.recurrence(h.q, h.k, x, log_decay(h).exp())[0] + h.D * h.v
-
-
-def gla(h):
-    return by_key(h.q * SCALE, h.k, h.v, h.decay_logits.sigmoid() ** (1 / 16))
+def turning(h):
+    return gate_loop.transition(h.decay_logits, h.phase)
 
 
 def gated_rfa(h):
@@ -128,10 +93,6 @@ def rwkv6_states(h):
     return torch.stack(o), S.T
 
 
-def rwkv6(h):
-    return rwkv6_states(h)[0]
-
-
 def rwkv7_attention(h):
     a = h.erase_logits.sigmoid()
     kappa, k = rwkv7.keys(h.k, h.erase_scale, h.replace_scale, a)
@@ -139,31 +100,15 @@ def rwkv7_attention(h):
     return o + rwkv7.bonus(h.q, k, h.v, h.bonus)
 
 
-def turning(h):
-    a = gate_loop.transition(h.decay_logits, h.phase)
-    return gate_loop.recurrence(h.q * SCALE, h.k, h.v, a)[0]
-
-
-def deltanet(h):
-    beta = h.beta_max * h.beta_logits.sigmoid()
-    return delta_scan.recurrence(unit(h.q) * SCALE, unit(h.k), h.v, beta)[0]
-
-
-def gated_deltanet(h):
-    log_a = log_decay(h)[:, None].expand(T, K)
-    return kda.recurrence(unit(h.q) * SCALE, unit(h.k), h.v, log_a, h.beta_logits.sigmoid())[0]
+def with_unit_keys(recurrence, h, *gates):
+    return recurrence(unit(h.q) * SCALE, unit(h.k), h.v, *gates)[0]
 
 
 def kimi(h):
     log_a = log_decay(h)
     if h.gate_lower_bound is not None:
         log_a = kda.bounded_log_decay(h.decay_logits, h.A_log, h.dt_bias, h.gate_lower_bound)
-    return kda.recurrence(unit(h.q) * SCALE, unit(h.k), h.v, log_a, h.beta_logits.sigmoid())[0]
-
-
-def gated_deltanet2(h):
-    erase, write = h.erase_logits.sigmoid(), h.write_logits.sigmoid()
-    return gdn2.recurrence(unit(h.q) * SCALE, unit(h.k), h.v, log_decay(h), erase, write)[0]
+    return with_unit_keys(kda.recurrence, h, log_a, h.beta_logits.sigmoid())
 
 
 def longhorn(h):
@@ -187,12 +132,6 @@ def delta_product(h):
     return kda.recurrence(q, unit(h.k), h.v, log_a, beta)[0][n - 1 :: n]
 
 
-def comba_printed(h):
-    alpha, beta = log_decay(h).exp(), h.beta_logits.sigmoid()
-    erased = h.erase_scale.sigmoid() * beta
-    return SCALE * comba.recurrence(unit(h.q), unit(h.k), h.v, alpha, beta, erased, d=h.D)[0]
-
-
 def comba_released(h):
     """It corrects the query before the norms, and norms the key that erases as well."""
     q, k, erasing = comba.released_inputs(h.q, h.k, h.erase_scale, h.D)
@@ -200,22 +139,45 @@ def comba_released(h):
     return comba.with_feedback_key(q * SCALE, k, h.v, erasing, alpha, beta)[0]
 
 
-def mlstm_cell(h):
-    return mlstm.recurrence(h.q, h.k, h.v, h.beta_logits, h.decay_logits, eps=1e-6)[0]
-
-
-def xlstm_7b(h):
-    i, f = (mlstm.soft_cap(x, 15) for x in (h.beta_logits, h.decay_logits))
-    return mlstm.recurrence(h.q, h.k, h.v, i, f, eps=1e-6)[0]
+def mlstm_cell(h, cap=lambda logits: logits):
+    return mlstm.recurrence(h.q, h.k, h.v, cap(h.beta_logits), cap(h.decay_logits), eps=1e-6)[0]
 
 
 RECURRENCES = {
-    "linear_attention": linear_attention, "retnet": retnet, "gated_retnet": gated_retnet,
-    "lightning": lightning_attention, "mamba2": mamba2, "gla": gla, "gated_rfa": gated_rfa,
-    "hgrn2": hgrn2, "rwkv6": rwkv6, "rwkv7": rwkv7_attention, "gate_loop": turning,
-    "deltanet": deltanet, "gated_deltanet": gated_deltanet, "kda": kimi, "longhorn": longhorn,
-    "gated_deltanet2": gated_deltanet2, "comba": comba_printed, "comba_released": comba_released,
-    "mlstm": mlstm_cell, "xlstm_7b": xlstm_7b,
+    "linear_attention": lambda h: retention.parallel(h.q * SCALE, h.k, h.v, constant(1.0)),
+    "retnet": lambda h: retention.parallel(
+        h.q * SCALE, h.k, h.v, constant(1 - 2.0 ** (-5 - h.head))
+    ),
+    "gated_retnet": lambda h: retention.recurrence(
+        h.q * SCALE, h.k, h.v, retention.gate(h.decay_logits)
+    )[0],
+    "lightning": lambda h: lightning.recurrence(
+        h.q * SCALE, h.k, h.v, lightning.released_slopes(HV, 0, 1)[h.head]
+    )[0],
+    # The state-space model h = e^{dt A} h + dt B x, y = C h + D x.
+    "mamba2": lambda h: h.D * h.v + retention.recurrence(
+        h.q, h.k, step_size(h)[:, None] * h.v, log_decay(h).exp()
+    )[0],
+    "gla": lambda h: by_key(h.q * SCALE, h.k, h.v, h.decay_logits.sigmoid() ** (1 / 16)),
+    "gated_rfa": gated_rfa, "hgrn2": hgrn2, "rwkv6": lambda h: rwkv6_states(h)[0],
+    "rwkv7": rwkv7_attention,
+    "gate_loop": lambda h: gate_loop.recurrence(h.q * SCALE, h.k, h.v, turning(h))[0],
+    "deltanet": lambda h: with_unit_keys(
+        delta_scan.recurrence, h, h.beta_max * h.beta_logits.sigmoid()
+    ),
+    "gated_deltanet": lambda h: with_unit_keys(
+        kda.recurrence, h, log_decay(h)[:, None].expand(T, K), h.beta_logits.sigmoid()
+    ),
+    "kda": kimi, "longhorn": longhorn,
+    "gated_deltanet2": lambda h: with_unit_keys(
+        gdn2.recurrence, h, log_decay(h), h.erase_logits.sigmoid(), h.write_logits.sigmoid()
+    ),
+    "comba": lambda h: SCALE * comba.recurrence(
+        unit(h.q), unit(h.k), h.v, log_decay(h).exp(), h.beta_logits.sigmoid(),
+        h.erase_scale.sigmoid() * h.beta_logits.sigmoid(), d=h.D,
+    )[0],
+    "comba_released": comba_released, "mlstm": mlstm_cell,
+    "xlstm_7b": lambda h: mlstm_cell(h, lambda logits: mlstm.soft_cap(logits, 15)),
 }  # fmt: skip
 
 
@@ -307,8 +269,7 @@ def test_the_state_of_gate_loop_is_the_papers_in_a_turning_frame():
     state = deltarule.delta_rule(**RULES["gate_loop"].arguments(p)).final_state
     found = turned(state, p.phase.sum(1).unsqueeze(2))
     for row, head, h in heads(p):
-        a = gate_loop.transition(h.decay_logits, h.phase)
-        _, state = gate_loop.recurrence(h.q, h.k, h.v, a)
+        _, state = gate_loop.recurrence(h.q, h.k, h.v, turning(h))
         assert largest_error(found[row, head], torch.cat([state.real, state.imag], -1)) <= 1e-12
 
 

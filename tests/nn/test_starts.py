@@ -6,19 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltarule import nn
-from deltarule.nn import (
-    MIXERS,
-    RWKV6,
-    RWKV7,
-    S4D,
-    SLSTM,
-    GatedDeltaNet,
-    Hyena,
-    Mesa,
-    MultiHeadHyena,
-    s4d,
-)
+from deltarule.nn import MIXERS, S4D, GatedDeltaNet, s4d
 from deltarule.nn.gates import starting_horizons
 from nn.layers import HIDDEN, LINEAR
 from oracles import hgrn, lru, s4
@@ -26,8 +14,15 @@ from tolerance import relative_rms
 
 SPREAD = [name for name, mixer in MIXERS.items() if mixer.takes("longest_horizon")]
 UNGATED = (
-    *("linear_attention", "gated_rfa", "hgrn2", "deltanet", "delta_product", "block_deltanet"),
-    "gsa",
+    *(
+        "linear_attention",
+        "gated_rfa",
+        "hgrn2",
+        "deltanet",
+        "delta_product",
+        "block_deltanet",
+        "gsa",
+    ),
 )
 NO_CONVOLUTION = (
     *("linear_attention", "gated_rfa", "retnet", "gated_retnet", "lightning", "gla", "gate_loop"),
@@ -100,31 +95,52 @@ def test_none_is_the_papers_draw():
     assert float(before.exp().max()) < 16
 
 
-def test_starting_values():
-    layer = nn.Mamba1(HIDDEN, num_heads=2)
-    rate = torch.arange(1.0, 17).expand(2, HIDDEN, 16)
-    assert torch.allclose(layer.A_log.exp(), rate, rtol=1e-6)
-    dt = F.softplus(layer.dt_bias)
-    assert dt.min() > 0.99e-3
-    assert dt.max() < 0.101
-    s4 = nn.S4(HIDDEN, num_heads=2)
-    assert torch.allclose(s4.A_log.exp(), rate, rtol=1e-6)
-    assert torch.allclose(s4.B, s4.log_step.exp().unsqueeze(-1).expand(2, HIDDEN, 16))
-    assert (nn.LonghornReleased(HIDDEN, num_heads=2).dt_bias == 0).all()
-    dfw = nn.DecayingFastWeights(HIDDEN, num_heads=2)
-    assert (dfw.a_proj.bias == 4).all()
-    assert (dfw.b_proj.bias == 4).all()
+RATES = torch.arange(1.0, 17).expand(2, HIDDEN, 16)
+# By layer: numbers that it starts with, and what they are.
+EXACT = {
+    "mamba1": lambda l: [(l.A_log.exp(), RATES)],
+    "s4": lambda l: [
+        (l.A_log.exp(), RATES), (l.B, l.log_step.exp().unsqueeze(-1).expand(2, HIDDEN, 16)),
+    ],
+    "longhorn_released": lambda l: [(l.dt_bias, 0)],
+    "dfw": lambda l: [(l.a_proj.bias, 4), (l.b_proj.bias, 4)],
+    "hgrn": lambda l: [(l.frequency.flatten().double(), hgrn.first_angles(HIDDEN))],
+    "slstm": lambda l: [
+        (l.gate_bias[:, 1], torch.linspace(3, 6, 16).expand(2, 16)),
+        (l.gate_bias[:, [0, 2, 3]], 0), (l.recurrent, torch.zeros(2, 4, 16, 16)),
+    ],
+    "hyena": lambda l: [
+        (l.taps(), l.taps().expand(HIDDEN, 2048)), (l.frequency, 14),
+        # One hundredth is left after 0.3 to 1.5 of the length.
+        (torch.exp(-l.rate[[0, -1]] * torch.tensor([1.5, 0.3])), 0.01),
+    ],
+    "multi_head_hyena": lambda l: [(l.taps(), l.taps().expand(2, 2048))],
+    "mesa": lambda l: [(0.25 + F.softplus(l.regularizer_logits), 1)],
+}  # fmt: skip
+# By layer: decays from the first channel to the last, or all, and what they lie between.
+DECAYS = {
+    "rg_lru": lambda l: [(torch.exp(-8 * F.softplus(l.rate.double())), 0.9, 0.999)],
+    "rwkv6": lambda l: [
+        (torch.exp(-l.decay_bias.flatten()[0].exp()), 0.997, 1),
+        (torch.exp(-l.decay_bias.flatten()[-1].exp()), 0.6, 0.7),
+    ],
+    "rwkv7": lambda l: [
+        (torch.exp(-(math.e**-0.5) * l.decay_bias.flatten()[0].sigmoid()), 0.999, 1),
+        (torch.exp(-(math.e**-0.5) * l.decay_bias.flatten()[-1].sigmoid()), 0.85, 0.95),
+    ],
+    "mamba1": lambda l: [(F.softplus(l.dt_bias), 0.99e-3, 0.101)],
+}  # fmt: skip
 
 
-def test_hgrn_starts_where_the_paper_does():
-    layer = MIXERS["hgrn"](HIDDEN, num_heads=2)
-    torch.testing.assert_close(layer.frequency.flatten().double(), hgrn.first_angles(HIDDEN))
-
-
-def test_rg_lru_starts_with_slow_decays():
-    layer = MIXERS["rg_lru"](HIDDEN, num_heads=2)
-    decay = torch.exp(-8 * F.softplus(layer.rate.double()))
-    assert 0.9 <= decay.min() < decay.max() <= 0.999
+@pytest.mark.parametrize("name", EXACT | DECAYS)
+def test_starting_values(name):
+    layer = MIXERS[name](HIDDEN, num_heads=2)
+    for found, expected in EXACT.get(name, lambda _: [])(layer):
+        expected = torch.as_tensor(expected, dtype=found.dtype).expand_as(found)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for found, low, high in DECAYS.get(name, lambda _: [])(layer):
+        assert low <= found.min() <= found.max() <= high
+        assert found.numel() == 1 or found.min() < found.max()
 
 
 def test_lru_starts_where_the_paper_does():
@@ -145,42 +161,3 @@ def test_spectra_are_those_of_the_paper():
         assert layer.frequency.shape == (2, HIDDEN, 32)
         torch.testing.assert_close(layer.frequency[1, 5].double(), spectrum(32))
     assert torch.allclose(layer.A_log.exp(), torch.tensor(0.5))
-
-
-def test_slstm():
-    layer = SLSTM(64, num_heads=2)
-    assert torch.equal(layer.gate_bias[:, 1], torch.linspace(3, 6, 32).expand(2, 32))
-    assert (layer.gate_bias[:, [0, 2, 3]] == 0).all()
-    assert (layer.recurrent == 0).all()
-    assert layer.recurrent.shape == (2, 4, 32, 32)
-
-
-def test_hyena():
-    layer = Hyena(32, num_heads=1)
-    assert layer.filter_size == 2048
-    assert layer.taps().shape == (32, 2048)
-    # One hundredth is left after 0.3 to 1.5 of the length.
-    assert torch.allclose(
-        torch.exp(-layer.rate[[0, -1]] * torch.tensor([1.5, 0.3])), torch.tensor(0.01)
-    )
-    assert (layer.frequency == 14).all()
-    assert MultiHeadHyena(32, num_heads=4).taps().shape == (4, 2048)
-
-
-def test_rwkv6():
-    layer = RWKV6(HIDDEN, num_heads=2)
-    decay = torch.exp(-torch.exp(layer.decay_bias.flatten()))
-    assert decay[0] > 0.997
-    assert 0.6 < decay[-1] < 0.7
-
-
-def test_rwkv7():
-    bias = RWKV7(HIDDEN, num_heads=2).decay_bias.flatten()
-    decay = torch.exp(-math.exp(-0.5) * torch.sigmoid(bias))
-    assert decay[0] > 0.999
-    assert 0.85 < decay[-1] < 0.95
-
-
-def test_mesa_starts_with_a_regularizer_of_one():
-    logits = Mesa(HIDDEN, num_heads=2).regularizer_logits
-    assert (0.25 + F.softplus(logits) - 1).abs().max() <= 1e-6
