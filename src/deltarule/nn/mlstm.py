@@ -10,7 +10,7 @@ xLSTM-7B bounds both logits: 15 tanh(logit / 15).
 """
 
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -27,51 +27,46 @@ from deltarule.nn.rule import Arguments, Projections, Rule
 
 # Added to the divisor of the kept state.
 EPS = 1e-6
-# Bound of the logits of both gates in xLSTM-7B.
+# Of xLSTM-7B.
 SOFT_CAP = 15.0
 FIRST_INPUT_BIAS = -10.0
 
 
-def arguments(projections: Projections) -> Arguments:
+def arguments(projections: Projections, cap: float | None = None) -> Arguments:
     """Decay by f_t e^{m_{t-1} - m_t} and write with e^{log i_t - m_t}: neither exceeds one."""
-    log_forget, log_input = gates(projections)
-    before, m = maxima(projections)
+    log_forget, log_input = gates(projections, cap)
+    before, m = maxima(projections, cap)
     log_decay = change_of_scale(log_forget, log_input, before, m)
     v = with_one(projections.v) * torch.exp(log_input - m).unsqueeze(-1)
     given = projections.qkv | {"v": v.to(projections.v.dtype), "beta": None}
     return given | {"log_decay": log_decay}
 
 
-def read_out(o: Tensor, projections: Projections) -> Tensor:
+def read_out(o: Tensor, projections: Projections, cap: float | None = None) -> Tensor:
     """o_t = S_t q_t / (max(e^{-m_t}, |z_t^T q_t|) + EPS), of the kept state."""
-    _, m = maxima(projections)
+    _, m = maxima(projections, cap)
     read = torch.cat([o[..., :-1], o[..., -1:].abs()], dim=-1)
     return divided(read, torch.exp(-m).unsqueeze(-1), EPS)
 
 
 def capped_arguments(projections: Projections) -> Arguments:
-    return arguments(capped(projections))
+    return arguments(projections, SOFT_CAP)
 
 
 def capped_read_out(o: Tensor, projections: Projections) -> Tensor:
-    return read_out(o, capped(projections))
+    return read_out(o, projections, SOFT_CAP)
 
 
-def capped(projections: Projections) -> Projections:
-    decay, beta = (
-        SOFT_CAP * torch.tanh(computed(projections.need(name)) / SOFT_CAP)
-        for name in ("decay_logits", "beta_logits")
-    )
-    return replace(projections, decay_logits=decay, beta_logits=beta)
+def gates(projections: Projections, cap: float | None = None) -> tuple[Tensor, Tensor]:
+    """log f and log i, both [B, T, HV], of logits that a cap may bound."""
+    f, i = (computed(projections.need(name)) for name in ("decay_logits", "beta_logits"))
+    if cap is not None:
+        f, i = (cap * torch.tanh(logits / cap) for logits in (f, i))
+    return F.logsigmoid(f), i
 
 
-def gates(projections: Projections) -> tuple[Tensor, Tensor]:
-    log_forget = F.logsigmoid(computed(projections.need("decay_logits")))
-    return log_forget, computed(projections.need("beta_logits"))
-
-
-def maxima(projections: Projections) -> tuple[Tensor, ...]:
-    return projections.running or running_maximum(*gates(projections), projections.rows)
+def maxima(projections: Projections, cap: float | None) -> tuple[Tensor, ...]:
+    return projections.running or running_maximum(*gates(projections, cap), projections.rows)
 
 
 class MLSTM(DeltaMixer):
@@ -99,6 +94,8 @@ class MLSTM(DeltaMixer):
     default_output_gate = True
     gate_activation = "sigmoid"
     float32_parameters = ("decay_bias", "beta_bias")
+    # What bounds the logits of both gates.
+    cap: ClassVar[float | None] = None
 
     @classmethod
     def from_config(cls, config: Any, layer_index: int) -> Self:
@@ -126,15 +123,12 @@ class MLSTM(DeltaMixer):
         p = super().project(call)
         decay, beta = p.need("decay_logits"), p.need("beta_logits")
         p = replace(p, decay_logits=decay + self.decay_bias, beta_logits=beta + self.beta_bias)
-        logs, start = gates(self.bounded(p)), call.before["stabilizer"]
+        logs, start = gates(p, self.cap), call.before["stabilizer"]
         if (context := call.layout.context) is not None:
             start = maximum_before(context, *logs, start)
         running = running_maximum(*logs, call.layout, start)
         call.after["stabilizer"] = last_token(running[1], call.layout, otherwise=start)
         return replace(p, running=running)
-
-    def bounded(self, projections: Projections) -> Projections:
-        return projections
 
 
 class XLSTM7B(MLSTM):
@@ -153,12 +147,10 @@ class XLSTM7B(MLSTM):
         source="arXiv 2503.13427, section 3",
         arguments=capped_arguments, read_out_function=capped_read_out,
     )  # fmt: skip
+    cap = SOFT_CAP
     expand_k = 0.5
     expand_v = 2
 
     def build_gates(self) -> None:
         super().build_gates()
         nn.init.constant_(self.beta_bias, FIRST_INPUT_BIAS)
-
-    def bounded(self, projections: Projections) -> Projections:
-        return capped(projections)

@@ -17,25 +17,8 @@ from deltarule.nn.rule import Arguments, System
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import one_of_each
 
-
-def abc_arguments(logits: Tensor, log_sum_before: Tensor, log_sum: Tensor) -> Arguments:
-    """The slots exp(s) / z and the decays of `two_memories`, from log z before and after a token.
-
-    In logarithms nothing overflows, however large a logit is.
-    """
-    return {"slots": (logits - log_sum).exp(), "log_decay": log_sum_before - log_sum}
-
-
 # Keeps most decays near one, whatever the logit.
 TEMPERATURE = 8
-
-
-def gsa_arguments(slot_logits: Tensor) -> Arguments:
-    """The slots and their decay, of `two_memories`; q is not scaled, as in the release."""
-    log_decay = F.logsigmoid(computed(slot_logits)) / TEMPERATURE
-    return {"slots": -torch.expm1(log_decay), "log_decay": log_decay, "scale": 1.0}
-
-
 # log 0, finite so that differences and gradients of it are.
 LOG_ZERO = -1e30
 
@@ -112,8 +95,9 @@ class ABC(SlotMixer):
         call.after["log_sum"] = layout.next_history(sums, 1).squeeze(1).unflatten(1, shape)
         earlier = layout.without_history(sums[:, :-1], 1)
         log_sum = layout.without_history(sums[:, 1:], 1)
-        arguments = abc_arguments(weighed, earlier, log_sum)
-        return {name: x.unflatten(2, shape) for name, x in arguments.items()}
+        # exp(s) / z and the decay: in logarithms nothing overflows, however large a logit is.
+        slots, log_decay = (weighed - log_sum).exp(), earlier - log_sum
+        return {"slots": slots.unflatten(2, shape), "log_decay": log_decay.unflatten(2, shape)}
 
 
 class GatedSlotAttention(SlotMixer):
@@ -139,7 +123,9 @@ class GatedSlotAttention(SlotMixer):
         return list(self.activated(*super().streams(call)))
 
     def slots(self, logits: Tensor, call: LayerCall) -> Arguments:
-        return gsa_arguments(logits)
+        log_decay = F.logsigmoid(computed(logits)) / TEMPERATURE
+        # As in the release, q is not scaled.
+        return {"slots": -torch.expm1(log_decay), "log_decay": log_decay, "scale": 1.0}
 
     def read(self, call: LayerCall) -> Tensor:
         return F.silu(super().read(call))
