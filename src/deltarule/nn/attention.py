@@ -111,9 +111,8 @@ class Attention(Mixer):
         checks.check_multiple("num_heads", num_heads, "num_kv_heads", self.num_kv_heads)
         if head_dim is None:
             checks.check_multiple("hidden_size", hidden_size, "num_heads", num_heads)
-        self.head_dim = checks.positive(
-            "head_dim", checks.default(head_dim, hidden_size // num_heads)
-        )
+        head_dim = checks.default(head_dim, hidden_size // num_heads)
+        self.head_dim = checks.positive("head_dim", head_dim)
         turned = int(self.head_dim * partial_rotary_factor)
         self.rope_theta = rope_theta if turned else None
         self.turned, self.partial_rotary_factor = turned, partial_rotary_factor
@@ -184,12 +183,10 @@ class Attention(Mixer):
         window = self.window
         if before["keys"].shape[1] == 0 and window is not None and layout.tokens > window:
             o = attend_in_blocks(self._attend, q, keys, values, window, layout.sequence)
+        elif (sight := sight_of(before, layout, window)) is None:
+            o = self._attend(q, keys, values, None)
         else:
-            sight = sight_of(before, layout, window)
-            if sight is None:
-                o = self._attend(q, keys, values, None)
-            else:
-                o = attend_by_sight(self._attend, q, keys, values, sight, self.scale)
+            o = attend_by_sight(self._attend, q, keys, values, sight, self.scale)
         if layout.cu_seqlens is None:
             call.after.update(continued(before, keys, values, layout, self.window))
         return self._put_out(o, call.x)
@@ -220,9 +217,8 @@ class Attention(Mixer):
         layout = make_layout(x, None, None)
         before = self.state_before(None, layout)
         q, k, _ = self._project(x, layout.positions(before["length"]))
-        scores = torch.einsum("bihd, bjhd -> bhij", q, self._keys(k)) * checks.default(
-            self.scale, self.head_dim**-0.5
-        )
+        scores = torch.einsum("bihd, bjhd -> bhij", q, self._keys(k))
+        scores = scores * checks.default(self.scale, self.head_dim**-0.5)
         tokens = x.shape[1]
         _, visible = Sight(tokens, tokens, x.device, self.window).mask(0, tokens)
         return scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)

@@ -135,7 +135,7 @@ class DeltaMixer(Mixer):
         self.dt_bias = float32_parameter(dt_bias)
 
     def build_norm(self) -> nn.Module:
-        if self.normalizer or self.output_norm == "none":
+        if self.output_norm == "none" or (self.normalizer and not self.centred):
             return GateOnly(self.gate_activation)
         if self.output_norm == "all":
             size = self.num_v_heads * self.head_v_dim

@@ -221,20 +221,17 @@ class QueryKeyMap(nn.Module):
         shared = self.random
         if shared is not None and self.bandwidth is not None:
             shared = self.map.widened(computed(shared), self.bandwidth)
+
+        def mapped(x: Tensor, stream: str, position: Tensor | None) -> Tensor:
+            found = shared, getattr(self, f"{stream}_weight"), getattr(self, f"{stream}_scale")
+            weight = next((x for x in found if x is not None), None)
+            return self.map.function(computed(x), weight, position).to(x.dtype)
+
         steps = k.shape[1] // max(q.shape[1], 1)
         k_position = None if position is None else position.repeat_interleave(steps, dim=1)
         # Autocast would take the products of the maps to 16 bits.
         with without_autocast(q.device):
-            q = self._one(q, shared if shared is not None else self._own("q"), position)
-            k = self._one(k, shared if shared is not None else self._own("k"), k_position)
-        return q, k
-
-    def _own(self, stream: str) -> Tensor | None:
-        found = getattr(self, f"{stream}_weight"), getattr(self, f"{stream}_scale")
-        return next((x for x in found if x is not None), None)
-
-    def _one(self, x: Tensor, weight: Tensor | None, position: Tensor | None) -> Tensor:
-        return self.map.function(computed(x), weight, position).to(x.dtype)
+            return mapped(q, "q", position), mapped(k, "k", k_position)
 
 
 def normed_qkv(projections: Projections, otherwise: QueryKeyNorm) -> Arguments:

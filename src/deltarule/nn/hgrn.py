@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
-from deltarule.nn.checks import check_even
 from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.layout import split
 from deltarule.nn.mixer import Mixer
@@ -100,13 +99,11 @@ class HGRN(LowerBounds, VectorMixer):
     )  # fmt: skip
     options = VectorMixer.options | {"norm_eps"}
     expand_v = 2
+    even = ("head_v_dim",)
     default_output_gate = True
     normless, norm_of_all = False, True
     counts = True
     float32_parameters = ("bound_logits", "frequency")
-
-    def check_options(self) -> None:
-        check_even("head_v_dim", self.head_v_dim)
 
     def bound_sizes(self) -> tuple[int, int]:
         return self.num_heads, self.head_v_dim // 2

@@ -6,6 +6,7 @@
 """
 
 import inspect
+import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from torch import nn
 from deltarule.nn import checks
 from deltarule.nn.checks import COMMON, REASONS, SPECTRA, check_meant, check_words
 from deltarule.nn.frame import Frame
-from deltarule.nn.norm import GatedRMSNorm, GateOnly, RMSNorm
+from deltarule.nn.norm import GatedGroupNorm, GatedRMSNorm, GateOnly, RMSNorm
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import OutputNorm, QueryKeyNorm, Rule
 from deltarule.nn.short_conv import ShortConv
@@ -84,6 +85,11 @@ class Mixer(Frame):
     # None: as many as a key has channels.
     default_num_slots: ClassVar[int | None] = None
     default_feature_map: ClassVar[str | None] = None
+    # Sizes that rotations need to be even.
+    even: ClassVar[tuple[str, ...]] = ()
+    # Whether the norm of a head takes its mean out, too, and its eps if that is no option.
+    centred: ClassVar[bool] = False
+    fixed_eps: ClassVar[float | None] = None
     # Which projections have a bias.
     biased: ClassVar[tuple[str, ...]] = ()
     # Roles of parameters, and of all those of a submodule, that are no matrices to decay.
@@ -210,6 +216,8 @@ class Mixer(Frame):
         check_meant(self.rule.name, self.takes, given, neutral)
         words = {"qk_norm": qk_norm, "output_norm": output_norm, "spectrum": spectrum}
         check_words({"feature_map": self.feature_map, **words}, self.normalizer)
+        for name in self.even:
+            checks.check_even(name, getattr(self, name))
         self.check_options()
         self.build_projections()
         self.build_gates()
@@ -313,8 +321,11 @@ class Mixer(Frame):
     def build_norm(self) -> nn.Module:
         if self.normless:
             return GateOnly(self.gate_activation)
+        sizes, eps = (self.num_v_heads, self.head_v_dim), self.fixed_eps or self.norm_eps
         if self.norm_of_all:
-            return RMSNorm(self.num_v_heads * self.head_v_dim, self.norm_eps)
+            return RMSNorm(math.prod(sizes), eps)
+        if self.centred:
+            return GatedGroupNorm(*sizes, eps, self.gate_activation)
         return GatedRMSNorm(self.head_v_dim, self.norm_eps, self.gate_activation)
 
     def build_output(self, gated: bool) -> None:

@@ -22,7 +22,6 @@ from deltarule.nn.documents import change_of_scale, last_token, maximum_before, 
 from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.linear_attention import divided, with_one
 from deltarule.nn.linears import ExactLinear
-from deltarule.nn.norm import GatedGroupNorm
 from deltarule.nn.rule import Arguments, Projections, Rule
 
 # Added to the divisor of the kept state.
@@ -93,6 +92,7 @@ class MLSTM(DeltaMixer):
     )  # fmt: skip
     default_output_gate = True
     gate_activation = "sigmoid"
+    centred = True
     float32_parameters = ("decay_bias", "beta_bias")
     # What bounds the logits of both gates.
     cap: ClassVar[float | None] = None
@@ -114,10 +114,6 @@ class MLSTM(DeltaMixer):
         self.b_proj = ExactLinear(self.hidden_size, heads, bias=False)
         self.decay_bias = float32_parameter(torch.linspace(3, 6, heads, dtype=torch.float32))
         self.beta_bias = float32_parameter(0.1 * torch.randn(heads, dtype=torch.float32))
-
-    def build_norm(self) -> nn.Module:
-        sizes = self.num_v_heads, self.head_v_dim
-        return GatedGroupNorm(*sizes, self.norm_eps, self.gate_activation)
 
     def project(self, call: LayerCall) -> Projections:
         p = super().project(call)

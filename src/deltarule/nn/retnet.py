@@ -11,7 +11,6 @@ from torch import nn
 
 from deltarule.nn import gla
 from deltarule.nn.call import LayerCall
-from deltarule.nn.checks import check_even
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.rotation import rotate
 from deltarule.nn.rule import Arguments, Projections, Rule
@@ -44,13 +43,11 @@ class RetNet(DeltaMixer):
         arguments=arguments,
     )  # fmt: skip
     counts = True
+    even = ("head_k_dim",)
     expand_v = 2
     default_output_gate = True
     options = DeltaMixer.options | {"rope_theta"}
     rope_theta: float
-
-    def check_options(self) -> None:
-        check_even("head_k_dim", self.head_k_dim)
 
     def project(self, call: LayerCall) -> Projections:
         projections = super().project(call)

@@ -13,7 +13,6 @@ from deltarule.nn.checks import COMMON
 from deltarule.nn.gates import float32_parameter
 from deltarule.nn.layout import split
 from deltarule.nn.mixer import Mixer
-from deltarule.nn.norm import GatedGroupNorm
 from deltarule.nn.rule import System
 
 # Biases of the forget gates at the start, from the first channel of a head to its last.
@@ -49,6 +48,7 @@ class SLSTM(Mixer):
     default_conv_size = 4
     convolved = ("x",)
     linear_state = False
+    centred = True
     float32_parameters = ("gate_bias",)
     roles = {"i_proj": "gate", "f_proj": "gate", "recurrent": "gate"}
     x_conv: nn.Module
@@ -64,9 +64,6 @@ class SLSTM(Mixer):
         bias[:, 1] = torch.linspace(*FORGET_BIASES, size)
         self.gate_bias = float32_parameter(bias)
         self.recurrent = nn.Parameter(torch.zeros(heads, 4, size, size))
-
-    def build_norm(self) -> nn.Module:
-        return GatedGroupNorm(self.num_heads, self.head_v_dim, self.norm_eps)
 
     def memories(self) -> dict[str, tuple[int, ...]]:
         return {"recurrent": (self.num_heads, 4, self.head_v_dim)}

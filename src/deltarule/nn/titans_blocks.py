@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
-from deltarule.nn.checks import check_even, check_state, default, positive
+from deltarule.nn.checks import check_state, default, positive
 from deltarule.nn.gates import unit
 from deltarule.nn.layout import Layout, by_token, in_rows, make_layout, split
 from deltarule.nn.mixer import Mixer
@@ -55,6 +55,7 @@ class TitansMAG(Mixer):
     default_conv_size = TitansMLP.default_conv_size
     default_output_gate = TitansMLP.default_output_gate
     convolved = ()
+    even = ("head_k_dim",)
     linear_state = False
     heads_alone = False
     float32_parameters = ("memory.decay_bias",)
@@ -65,7 +66,6 @@ class TitansMAG(Mixer):
     memory: TitansMLP
 
     def check_options(self) -> None:
-        check_even("head_k_dim", self.head_k_dim)
         self.window = positive("window", default(self.window, WINDOW))
         self.num_persistent = default(self.num_persistent, PERSISTENT)
         if self.num_persistent != 0:

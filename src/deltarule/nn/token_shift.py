@@ -16,7 +16,6 @@ from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.frame import Frame
 from deltarule.nn.gates import float32_parameter
 from deltarule.nn.layout import split
-from deltarule.nn.norm import GatedGroupNorm
 
 GROUP_NORM_EPS = 64e-5
 
@@ -55,11 +54,10 @@ class ShiftedMixer(DeltaMixer):
 
     shifts = True
     default_output_gate = True
+    centred = True
+    fixed_eps = GROUP_NORM_EPS
     options = DeltaMixer.options - {"num_v_heads", "conv_size", "norm_eps"}
     a_proj: nn.Module
-
-    def build_norm(self) -> nn.Module:
-        return GatedGroupNorm(self.num_v_heads, self.head_v_dim, GROUP_NORM_EPS)
 
     def by_key(self, name: str, x: Tensor) -> Tensor:
         """Project to queries, keys or the like, [B, T, H, K]."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from deltarule import ops
 from deltarule.nn.call import LayerCall
-from deltarule.nn.checks import check_even
 from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.memory_mixer import MemoryMixer
 from deltarule.nn.rotation import rotate
@@ -51,15 +50,13 @@ class TTTLinear(MemoryMixer):
     )  # fmt: skip
     options = MemoryMixer.options - {"head_v_dim"}
     default_conv_size = 0
+    even = ("head_k_dim",)
     norm_of_all = True
     gate_activation = "gelu"
     base_rate = 1.0
     parts = ("recurrent", "gradient")
     float32_parameters = ("step_offset",)
     roles = {"inner_norm_weight": "scale", "inner_norm_bias": "scale"}
-
-    def check_options(self) -> None:
-        check_even("head_k_dim", self.head_k_dim)
 
     def build_gates(self) -> None:
         super().build_gates()
