@@ -9,7 +9,6 @@ import torch
 from deltarule.nn import MLSTM, RULES
 from deltarule.nn.linears import ExactLinear
 from deltarule.nn.mlstm import gates, running_maximum
-from deltarule.ops import delta_rule
 from nn.layers import HV, B, T, draw, draw_projections, largest_error, run
 from oracles import mlstm
 from oracles.lifted import each_head
@@ -89,19 +88,6 @@ def test_stabiliser_is_the_papers_running_maximum():
     assert (arguments["v"].abs() <= torch.cat([p.v.abs(), torch.ones_like(p.v[..., :1])], -1)).all()
 
 
-def test_survives_input_gates_that_overflow():
-    p = drawn()
-    huge = replace(
-        p,
-        beta_logits=p.beta_logits.float() + 200,
-        **{name: getattr(p, name).float() for name in ("q", "k", "v", "decay_logits")},
-    )
-    assert run(RULE, huge).isfinite().all()
-    # Divided by |z^T q| rather than one, the read-out does not depend on a common factor.
-    larger = replace(p, beta_logits=p.beta_logits + 200), replace(p, beta_logits=p.beta_logits + 90)
-    torch.testing.assert_close(run(RULE, larger[0]), run(RULE, larger[1]))
-
-
 def test_an_outlier_is_forgotten():
     """After one huge input gate and one forget gate that closes, small writes count again."""
     p = drawn()
@@ -112,16 +98,3 @@ def test_an_outlier_is_forgotten():
     torch.testing.assert_close(
         with_outlier[:, 1:], run(RULE, replace(p, beta_logits=i, decay_logits=f))[:, 1:]
     )
-
-
-def test_gradients_see_through_the_stabiliser():
-    p = drawn()
-    names = ("q", "k", "v", "decay_logits", "beta_logits")
-    inputs = [getattr(p, name)[:1, :4].clone().requires_grad_() for name in names]
-
-    def output(*given):
-        projections = replace(p, **dict(zip(names, given, strict=True)))
-        arguments = RULE.arguments(projections)
-        return RULE.read_out_function(delta_rule(**arguments, impl="reference").o, projections)
-
-    assert torch.autograd.gradcheck(output, inputs)

@@ -123,7 +123,6 @@ class TitansMLP(TitansLinear):
         recurrence="S = eta S - theta grad |M_0(k) - v|^2, M = a M + S for both maps of the MLP",
         read_out="o = M_2 gelu(M_1 q)",
         objective="|M_2 gelu(M_1 k) - v|^2, with momentum and weight decay",
-        forms="recurrent, chunked, GPU kernel of the scan",
     )  # fmt: skip
     share_of_rate = 0.1
 

@@ -117,7 +117,6 @@ class TTTMLP(TTTLinear):
         recurrence="W = W_0 - s sum_i eta_i grad loss_i(W_0) for both maps of the MLP",
         read_out="o = q + LN(W_2 gelu(W_1 q))",
         objective="|k + LN(W_2 gelu(W_1 k)) - v|^2 / 2",
-        forms="recurrent, chunked, GPU kernel of the scan",
     )  # fmt: skip
     base_rate = 0.1
 
