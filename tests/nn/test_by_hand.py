@@ -15,6 +15,7 @@ from deltarule.nn.rotation import turned
 from deltarule.ops.delta_rule import definition
 from nn.layers import HIDDEN, inputs, make
 from oracles import (
+    decaying_fast_weights,
     hgrn,
     hyena,
     lru,
@@ -69,6 +70,18 @@ def rms(o, weight):
     return o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
+def centred(layer, o, eps=1e-5):
+    """Mean and variance of each head [.., heads, channels] out, then a weight and a bias."""
+    normed = F.layer_norm(o, o.shape[-1:], eps=eps).flatten(-2)
+    return normed * layer.o_norm.weight + layer.o_norm.bias
+
+
+def per_head(recurrence, *streams):
+    """o [T, heads, ..] and the last states of streams [T, heads, ..]."""
+    o, states = each_head(recurrence, *(y[None] for y in streams))
+    return o[0], states[0]
+
+
 def by_its_definition(layer, x, activation, **arguments):
     """The operator, then norm and gate of each head."""
     run = definition.dplr if "a" in arguments else definition.delta_rule
@@ -119,25 +132,16 @@ def mlstm_layer(layer, x):
         o, (C, _, _) = mlstm.recurrence(*given, eps=1e-6)
         return o, C
 
-    read, C = each_head(cell, *(y[None] for y in (q, k, v, i, f)))
-    h = (read[0] - read[0].mean(-1, keepdim=True)) / (
-        read[0].var(-1, correction=0, keepdim=True) + 1e-5
-    ).sqrt()
-    h = h.flatten(1) * layer.o_norm.weight + layer.o_norm.bias
+    read, C = per_head(cell, q, k, v, i, f)
+    y = layer.o_proj(centred(layer, read) * torch.sigmoid(layer.g_proj(x)))
     # Both are e^-m times the paper's; the layer has one row more, for the normaliser.
-    return layer.o_proj(h * torch.sigmoid(layer.g_proj(x))), {"recurrent": C[0] * 8**0.5}
+    return y, {"recurrent": C * 8**0.5}
 
 
 def shifts(x, mixes):
     """x mixed with the token before, [T, hidden_size] by each share."""
     before = F.pad(x, (0, 0, 1, 0))[:-1]
     return [x + share * (before - x) for share in mixes]
-
-
-def group_norm(layer, o, h):
-    o = (o - o.mean()) / torch.sqrt(o.var(unbiased=False) + 64e-5)
-    weight, bias = (p.view(2, 8)[h] for p in (layer.o_norm.weight, layer.o_norm.bias))
-    return o * weight + bias
 
 
 def rwkv6(layer, x):
@@ -155,9 +159,9 @@ def rwkv6(layer, x):
         for h in range(2):
             rh, wh, kh, vh = (y.view(2, 8)[h] for y in (r, w, k, v))
             kv = torch.outer(kh, vh)
-            heads.append(group_norm(layer, rh @ (layer.bonus[h][:, None] * kv + states[h]), h))
+            heads.append(rh @ (layer.bonus[h][:, None] * kv + states[h]))
             states[h] = kv + wh[:, None] * states[h]
-        rows.append(layer.o_proj(torch.cat(heads) * g))
+        rows.append(layer.o_proj(centred(layer, torch.stack(heads), 64e-5) * g))
     return torch.stack(rows), {"recurrent": states.mT}
 
 
@@ -172,12 +176,11 @@ def rwkv7_layer(layer, x):
     g = low_rank(layer.g_proj, xg, torch.sigmoid)
     share = torch.sigmoid(layer.value_bias.flatten() + low_rank(layer.value_proj, xv))
     v = v + (FIRST_VALUES[0].flatten(1) - v) * share
-    r, w, k, v, a = (y.view(1, T, 2, 8) for y in (r, rwkv7.decay(w), k, v, a))
+    r, w, k, v, a = (y.view(T, 2, 8) for y in (r, rwkv7.decay(w), k, v, a))
     kk, k = rwkv7.keys(k, layer.erase_scale, layer.replace_scale, a)
-    read, states = each_head(rwkv7.recurrence, r, w, k, v, kk, a)
-    o = F.group_norm(read[0].flatten(1), 2, layer.o_norm.weight, layer.o_norm.bias, 64e-5)
-    o = o + rwkv7.bonus(r, k, v, layer.bonus)[0].flatten(1)
-    return layer.o_proj(o * g), {"recurrent": states[0]}
+    read, states = per_head(rwkv7.recurrence, r, w, k, v, kk, a)
+    o = centred(layer, read, 64e-5) + rwkv7.bonus(r, k, v, layer.bonus).flatten(1)
+    return layer.o_proj(o * g), {"recurrent": states}
 
 
 # ---- layers over selective_scan -----------------------------------------------------------------
@@ -246,20 +249,11 @@ def longhorn_released(layer, x):
 
 
 def dfw(layer, x):
-    """S = S * (beta alpha^T) + v k^T, o = S q; scale and norm are the frame's.
-
-    arXiv 2406.06484, table 4.
-    """
-    K = layer.head_k_dim
+    """Scale and norm are the frame's."""
     q, k, v, a, b = streams(layer, x, "qkvab")
-    o = torch.zeros_like(v)
-    for head in range(layer.num_heads):
-        S = torch.zeros(layer.head_v_dim, K, dtype=DOUBLE)
-        for t in range(T):
-            gate = torch.outer(torch.sigmoid(b[t, head]), torch.sigmoid(a[t, head]))
-            S = S * gate + torch.outer(v[t, head], k[t, head])
-            o[t, head] = S @ q[t, head] * K**-0.5
-    return layer.o_proj(rms(o, layer.o_norm.weight).flatten(1)), {}
+    given = q * layer.head_k_dim**-0.5, k, v, torch.sigmoid(a), torch.sigmoid(b)
+    o, states = per_head(decaying_fast_weights.recurrence, *given)
+    return layer.o_proj(rms(o, layer.o_norm.weight).flatten(1)), {"recurrent": states}
 
 
 def in_its_frame(last, angle):
@@ -326,10 +320,7 @@ def slstm_layer(layer, x):
     ]
     recurrent = dict(zip("ifzo", layer.recurrent.unbind(1), strict=True))
     h, last = slstm.recurrence(*gates, recurrent)
-    mean, variance = h.mean(-1, keepdim=True), h.var(-1, keepdim=True, correction=0)
-    normed = ((h - mean) / torch.sqrt(variance + layer.norm_eps)).flatten(1)
-    y = layer.o_proj(normed * layer.o_norm.weight + layer.o_norm.bias)
-    return y, {"recurrent": torch.stack(last, 1)}
+    return layer.o_proj(centred(layer, h)), {"recurrent": torch.stack(last, 1)}
 
 
 def filters(layer):
@@ -360,17 +351,20 @@ def multi_head_hyena(layer, x):
 def gsa(layer, x):
     """arXiv 2409.07146, eq. 8: K~ = Diag(a) K~ + (1 - a) k^T, V~ too, o = V~^T softmax(K~ q)."""
     q, k, v, logits = streams(layer, x, "qkvs")
-    q, k, v, a = F.silu(q), F.silu(k), F.silu(v), torch.sigmoid(logits) ** (1 / 8)
-    o = torch.zeros_like(v)
-    for head in range(layer.num_heads):
-        keys = torch.zeros(layer.num_slots, layer.head_k_dim, dtype=DOUBLE)
-        values = torch.zeros(layer.num_slots, layer.head_v_dim, dtype=DOUBLE)
+
+    def recurrence(q, k, v, a):
+        keys, values, o = torch.zeros(a.shape[1], 1), torch.zeros(a.shape[1], 1), []
         for t in range(T):
-            gate = a[t, head][:, None]
-            keys = gate * keys + (1 - gate) * k[t, head]
-            values = gate * values + (1 - gate) * v[t, head]
-            o[t, head] = values.T @ torch.softmax(keys @ q[t, head], 0)
-    return layer.o_proj(rms(F.silu(o).flatten(1), layer.o_norm.weight)), {}
+            gate = a[t][:, None]
+            keys = gate * keys + (1 - gate) * k[t]
+            values = gate * values + (1 - gate) * v[t]
+            o.append(values.T @ torch.softmax(keys @ q[t], 0))
+        return torch.stack(o), values.T
+
+    given = F.silu(q), F.silu(k), F.silu(v), torch.sigmoid(logits) ** (1 / 8)
+    o, values = per_head(recurrence, *given)
+    y = layer.o_proj(rms(F.silu(o).flatten(1), layer.o_norm.weight))
+    return y, {"recurrent": values}
 
 
 def abc(layer, x):
