@@ -14,6 +14,9 @@ from deltarule.nn.mixer import Mixer
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan_mixer import scan
 
+# sigmoid(4) = 0.98: most of the state outlives a token at first.
+DECAY_BIAS = 4.0
+
 
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, *, decay_logits: Tensor, value_decay_logits: Tensor
@@ -23,10 +26,6 @@ def arguments(
         "value_log_decay": F.logsigmoid(computed(value_decay_logits)),
     }
     return {"q": q, "k": k, "v": v, **decays}
-
-
-# sigmoid(4) = 0.98: most of the state outlives a token at first.
-DECAY_BIAS = 4.0
 
 
 class DecayingFastWeights(Mixer):

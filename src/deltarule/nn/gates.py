@@ -14,6 +14,12 @@ from deltarule.ops.fused import gates as fused
 from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
 from deltarule.ops.sequences import computed as computed
 
+DT_RANGE = (1e-3, 1e-1)
+# A rate of zero would have a logarithm of minus infinity.
+SMALLEST = 1e-4
+# Tokens; heads are spread from above this.
+SHORTEST_HORIZON = 8.0
+
 
 def unit(x: Tensor) -> Tensor:
     """x * rsqrt(sum x^2 + 1e-6): what normalize_qk does, for rules whose operator lacks it."""
@@ -79,11 +85,6 @@ def decay_parts(projections: Projections) -> tuple[Tensor, Tensor, Tensor]:
     return need("decay_logits"), need("A_log"), need("dt_bias")
 
 
-DT_RANGE = (1e-3, 1e-1)
-# A rate of zero would have a logarithm of minus infinity.
-SMALLEST = 1e-4
-
-
 def initial_A_log(heads: int, smallest: float) -> Tensor:
     """Natural log of a rate drawn from U(smallest, 16), [HV] in float32."""
     rate = torch.empty(heads, dtype=torch.float32).uniform_(smallest, 16)
@@ -105,10 +106,6 @@ def initial_dt_bias(*sizes: int) -> Tensor:
     dt = log_dt.exp()
     # The inverse of softplus, log(e^dt - 1), without the cancellation for small dt.
     return dt + torch.log(-torch.expm1(-dt))
-
-
-# Tokens; heads are spread from above this.
-SHORTEST_HORIZON = 8.0
 
 
 def spread_A_log(dt_bias: Tensor, longest: float) -> Tensor:

@@ -9,6 +9,7 @@ from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gates import computed, low_rank
 from deltarule.nn.rule import Arguments, Projections, Rule
 
+DECAY_RANK = 16
 # Keeps most decays near one, whatever the logit.
 TEMPERATURE = 16
 
@@ -17,9 +18,6 @@ def arguments(projections: Projections) -> Arguments:
     """log_decay = logsigmoid(decay_logits) / 16, of a key channel; in Gated RetNet, of a head."""
     log_decay = F.logsigmoid(computed(projections.need("decay_logits"))) / TEMPERATURE
     return projections.qkv | {"beta": None, "log_decay": log_decay}
-
-
-DECAY_RANK = 16
 
 
 class GatedLinearAttention(DeltaMixer):

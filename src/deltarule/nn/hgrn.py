@@ -25,8 +25,6 @@ from deltarule.nn.rule import System
 from deltarule.nn.scan_mixer import VectorMixer
 
 BASE = 10000.0
-
-
 # Below it the decay is a reset, and exp of its negative would overflow.
 SMALLEST = -80.0
 

@@ -20,6 +20,14 @@ from deltarule.ops.context.rows import rows_before
 from deltarule.ops.pack import check_cu_seqlens
 from deltarule.shapes import Hidden, Mask, Offsets
 
+# What tells of a mask that real tokens come first in each row, so that none is moved.
+IN_FRONT = "in_front"
+# Where the first layer of a pass leaves its layout, with what it was made of.
+SHARED = "layout"
+# What a linear rule writes, erases and decays with; the first three have a row for each write.
+WRITES = ("k", "v", "beta", "log_decay", "a", "b")
+EACH_STEP = WRITES[:3]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -183,10 +191,6 @@ def _packed(x: Hidden, cu_seqlens: Offsets) -> Layout:
     return Layout(1, x.shape[1], x.device, counts, cu_seqlens=cu_seqlens, sequence=sequence)
 
 
-# What tells of a mask that real tokens come first in each row, so that none is moved.
-IN_FRONT = "in_front"
-
-
 def front_mask(lengths: Tensor, tokens: int) -> Mask:
     """The mask [B, T] of rows that begin with so many real tokens [B]."""
     mask = torch.arange(tokens, device=lengths.device) < lengths.unsqueeze(1)
@@ -213,10 +217,6 @@ def _padded(x: Hidden, mask: Mask) -> Layout:
     return Layout(batch, tokens, x.device, counts, order=order, place=place, real=real)
 
 
-# Where the first layer of a pass leaves its layout, with what it was made of.
-SHARED = "layout"
-
-
 def shared_layout(
     x: Hidden,
     cu_seqlens: Offsets | None,
@@ -234,11 +234,6 @@ def shared_layout(
         layout = make_layout(x, *given)
         shared[SHARED] = given, layout
     return layout
-
-
-# What a linear rule writes, erases and decays with; the first three have a row for each write.
-WRITES = ("k", "v", "beta", "log_decay", "a", "b")
-EACH_STEP = WRITES[:3]
 
 
 def silence_padding(

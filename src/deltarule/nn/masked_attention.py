@@ -145,7 +145,15 @@ def attend_in_blocks(
         # PyTorch's kernels for grouped heads take no mask.
         k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     q, k, v = (blocks(x, size) for x in (q, k, v))
-    first, others = block_masks(size, sequence, q.device)
+    column = torch.arange(-size, size, device=q.device)
+    behind = column[size:].unsqueeze(1) - column
+    # What the first block sees of itself, None for plain causal, and others of two blocks.
+    first, others = None, ((behind >= 0) & (behind < size))[None, None]
+    if sequence is not None:
+        own = blocks(sequence[None], size)
+        first = (own[:, :1].unsqueeze(3) == own[:, :1].unsqueeze(2)).tril()
+        same = own[:, 1:].unsqueeze(3) == with_block_before(own).unsqueeze(2)
+        others = others & same.transpose(0, 1)
     o = attend(q[:, 0], k[:, 0], v[:, 0], first)
     q, k, v = (x.flatten(0, 1) for x in (q[:, 1:], with_block_before(k), with_block_before(v)))
     after = attend(q, k, v, others).unflatten(0, (batch, -1)).flatten(1, 2)
@@ -161,25 +169,6 @@ def blocks(x: Tensor, size: int) -> Tensor:
 def with_block_before(x: Tensor) -> Tensor:
     """Put each block but the first behind the one before: [B, N - 1, 2 size, ...]."""
     return torch.cat([x[:, :-1], x[:, 1:]], dim=2)
-
-
-def block_masks(
-    size: int, sequence: Tensor | None, device: torch.device
-) -> tuple[Tensor | None, Tensor]:
-    """What the first block sees of itself, and what others see of `with_block_before`.
-
-    None (plain causal) or [1, 1, size, size], and [1 or N - 1, 1, size, 2 size]. `sequence` [T] is
-    that of packed tokens, else None: then all blocks see alike.
-    """
-    column = torch.arange(-size, size, device=device)
-    behind = column[size:].unsqueeze(1) - column
-    near = ((behind >= 0) & (behind < size))[None, None]
-    if sequence is None:
-        return None, near
-    own = blocks(sequence[None], size)
-    first = (own[:, :1].unsqueeze(3) == own[:, :1].unsqueeze(2)).tril()
-    same = own[:, 1:].unsqueeze(3) == with_block_before(own).unsqueeze(2)
-    return first, near & same.transpose(0, 1)
 
 
 def visible_up_to(

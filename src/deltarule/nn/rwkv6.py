@@ -14,6 +14,9 @@ from deltarule.nn.layout import split
 from deltarule.nn.rule import Arguments, Projections, Rule
 from deltarule.nn.token_shift import ShiftedMixer, first_shares
 
+MIX_RANK, DECAY_RANK = 32, 64
+# What each projection reads, and how fast its share of the token before falls with the channel.
+SHIFT_POWERS = {"decay": 1.0, "k": 1.0, "v": 1.0, "q": 0.5, "gate": 0.5}
 # exp of it is far beyond a reset, and still finite.
 LARGEST = 10.0
 
@@ -39,11 +42,6 @@ def final_state(state: Tensor, projections: Projections) -> Tensor:
 
 def log_decay(projections: Projections) -> Tensor:
     return -computed(projections.need("decay_logits")).clamp(max=LARGEST).exp()
-
-
-MIX_RANK, DECAY_RANK = 32, 64
-# What each projection reads, and how fast its share of the token before falls with the channel.
-SHIFT_POWERS = {"decay": 1.0, "k": 1.0, "v": 1.0, "q": 0.5, "gate": 0.5}
 
 
 class RWKV6(ShiftedMixer):

@@ -19,6 +19,12 @@ from deltarule.nn.gates import computed, float32_parameter, low_rank
 from deltarule.nn.rule import Arguments, Projections, Rule
 from deltarule.nn.token_shift import ShiftedMixer, first_shares, shifted
 
+# Where the first layer leaves its values for the layers after it.
+FIRST_VALUES = "rwkv7_first_values"
+# What each projection reads, and how fast its share of the token before falls with the channel.
+SHIFT_POWERS = {"q": 0.2, "decay": 0.9, "k": 0.7, "v": 0.7, "erase": 0.9, "gate": 0.2}
+# What comes through few channels, in the order of the option low_rank_dims.
+SMALL_MAPS = ("a_proj", "erase_proj", "value_proj", "g_proj")
 # The fastest decay a token, exp(-e^(-1/2)) = 0.545: the authors' bound for stable training.
 RATE = math.exp(-0.5)
 
@@ -42,16 +48,6 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
 def written_key(projections: Projections) -> Tensor:
     rate = torch.sigmoid(computed(projections.need("erase_logits")))
     return projections.k * (1 + (rate - 1) * projections.need("replace_scale"))
-
-
-# Where the first layer leaves its values for the layers after it.
-FIRST_VALUES = "rwkv7_first_values"
-# What each projection reads, and how fast its share of the token before falls with the channel.
-SHIFT_POWERS = {"q": 0.2, "decay": 0.9, "k": 0.7, "v": 0.7, "erase": 0.9, "gate": 0.2}
-
-
-# What comes through few channels, in the order of the option low_rank_dims.
-SMALL_MAPS = ("a_proj", "erase_proj", "value_proj", "g_proj")
 
 
 class RWKV7(ShiftedMixer):

@@ -21,15 +21,14 @@ from deltarule.nn.scan_mixer import ScanMixer
 from deltarule.ops.dispatch import without_autocast
 from deltarule.ops.few_tokens import MAX_TOKENS
 
+# Tokens of a block, whose powers of a are one matrix of each filter.
+BLOCK = 256
+
 
 def arguments(v: Tensor, *, log_step: Tensor, A_log: Tensor, B: Tensor, C: Tensor) -> Arguments:
     """Arguments of `selective_scan`: B and C are its k and q, each entry with its own constant."""
     delta = log_step.exp().expand(v.shape)
     return {"q": C, "k": B, "v": v, "delta": delta, "A": -A_log.exp(), "scale": 1.0}
-
-
-# Tokens of a block, whose powers of a are one matrix of each filter.
-BLOCK = 256
 
 
 class Exponentials(NamedTuple):
