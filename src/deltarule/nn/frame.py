@@ -94,7 +94,12 @@ class Frame(nn.Module, ABC):
         shared = {} if shared is None else shared
         if isinstance(state, DraftedState) and not self.keeps_tokens():
             return self.one_by_one(x, state, shared)
-        layout = shared_layout(x, cu_seqlens, mask, self.check_context(context), shared)
+        if context is not None and not self.linear_state:
+            raise ValueError(
+                f"context must be None for {self.rule.name}: no process can know its state before "
+                "those before it are done"
+            )
+        layout = shared_layout(x, cu_seqlens, mask, context, shared)
         # A wrapped projection (LoRA, quantised) has no one dtype to compare with.
         plain = type(self.o_proj) is nn.Linear
         check_input(x, self.hidden_size, self.reference(), plain)
@@ -127,14 +132,6 @@ class Frame(nn.Module, ABC):
         shared.update({name: torch.cat([part[name] for part in parts], 1) for name in names})
         state.kept = {name: torch.stack([x[name] for x in kept], 1) for name in kept[0]}
         return torch.cat(outputs, 1), current
-
-    def check_context(self, context: Context | None) -> Context | None:
-        if context is not None and not self.linear_state:
-            raise ValueError(
-                f"context must be None for {self.rule.name}: no process can know its state before "
-                "those before it are done"
-            )
-        return context
 
     def reference(self) -> Tensor:
         """Return a tensor in the dtype and on the device in which the layer computes."""

@@ -34,15 +34,6 @@ class Recipe:
         self.surrounding = SURROUNDINGS[-1] if SURROUNDINGS else nullcontext
         self.readers = self.left = 0
 
-    def makes(self, x: Tensor) -> bool:
-        """Whether x, which begins where the tensor does, is all of it, if in another shape."""
-        return (
-            self.x is not None
-            and x.dtype == self.x.dtype
-            and x.numel() == self.x.numel()
-            and x.is_contiguous()
-        )
-
     def read(self) -> Tensor:
         """Compute the tensor for its first reader; the others share it."""
         if self.x is None:
@@ -67,7 +58,10 @@ class Pack:
 
     def __call__(self, x: Tensor) -> Saved:
         recipe = self.recipes.get(x.data_ptr())
-        if recipe is None or not recipe.makes(x):
+        if recipe is None or (made := recipe.x) is None:
+            return x
+        # x begins where the tensor does: is it all of it, if in another shape?
+        if x.dtype != made.dtype or x.numel() != made.numel() or not x.is_contiguous():
             return x
         recipe.readers += 1
         return recipe, x.shape

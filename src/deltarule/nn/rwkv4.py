@@ -83,12 +83,7 @@ class RWKV4(VectorMixer):
     def mix(self, call: LayerCall) -> Tensor:
         mixed = shifted(call, SHIFT_POWERS, self.shift_mix)
         k, v = self.k_proj(mixed["k"]), self.v_proj(mixed["v"])
-        o = self.weighted_mean(computed(self.by_head(k)), computed(self.by_head(v)), call)
-        gate = None if self.g_proj is None else self.by_head(self.g_proj(mixed["g"]))
-        return self.o_proj(self.normed(o.to(call.x.dtype), gate))
-
-    def weighted_mean(self, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
-        layout = call.layout
+        k, v, layout = computed(self.by_head(k)), computed(self.by_head(v)), call.layout
         log_decay, logits = (-self.A_log.exp()).expand(k.shape).flatten(-2), k.flatten(-2)
         start = call.before["stabilizer"].flatten(-2)
         if layout.context is not None:
@@ -108,4 +103,6 @@ class RWKV4(VectorMixer):
         top = torch.maximum(before, self.bonus + k).detach()
         old, new = torch.exp(before - top), torch.exp(self.bonus + k - top)
         values, weights = read.chunk(2, dim=-1)
-        return (old * values + new * v) / (old * weights + new)
+        o = (old * values + new * v) / (old * weights + new)
+        gate = None if self.g_proj is None else self.by_head(self.g_proj(mixed["g"]))
+        return self.o_proj(self.normed(o.to(call.x.dtype), gate))

@@ -26,7 +26,6 @@ from deltarule.nn.rotation import in_float64, turned, within_a_turn
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan_mixer import ScanMixer
 from deltarule.ops.chunks import chunk_size
-from deltarule.ops.context import Context
 from deltarule.ops.context.exchange import starting_state
 
 
@@ -92,8 +91,19 @@ def chunks_of(layout: Layout) -> Chunks:
 def filtered(u: Tensor, filters: Filters, state: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """y [B, T, H, V] of u, in float32 at least, and the state [N, H, V, 2 K] after that before."""
     cut = chunks_of(layout)
-    if layout.context is not None:
-        state = state_over_context(u, filters, state, cut, layout.context)
+    if (context := layout.context) is not None:
+        # By way of the processes before this one. Turned back to the first token of the row, a
+        # state is multiplied by real numbers alone.
+        _, ends = in_chunks(u, filters, state, cut)
+        first, tail = len(u), context.last - context.first - context.tail
+        here, there = (
+            within_a_turn(in_float64(filters.angle) * place, ends.dtype)
+            for place in (context.first, context.last)
+        )
+        kept = torch.exp(tail * filters.log_decay) * float(context.goes_on and context.tail == 0)
+        kept = kept.repeat(1, 1, 2).expand(first, -1, -1, -1).contiguous()
+        before = starting_state(context, turned(ends[-first:], -there), kept)
+        state = torch.cat([state[:first] + turned(before, here), state[first:]])
     return in_chunks(u, filters, state, cut)
 
 
@@ -165,25 +175,6 @@ def final_state(
     written = weighed(own, complex_product(power[:-1].flip(0), filters.b))
     after = complex_product(power[tokens.clamp(0, cut.size)], starts[last]) + written
     return torch.where(empty, state, after)
-
-
-def state_over_context(
-    u: Tensor, filters: Filters, state: Tensor, cut: Chunks, context: Context
-) -> Tensor:
-    """[N, H, V, 2 K] the states before the tokens here, by way of the processes before this one.
-
-    Turned back to the first token of the row, a state is multiplied by real numbers alone.
-    """
-    _, ends = in_chunks(u, filters, state, cut)
-    first, tail = len(u), context.last - context.first - context.tail
-    here, there = (
-        within_a_turn(in_float64(filters.angle) * place, ends.dtype)
-        for place in (context.first, context.last)
-    )
-    kept = torch.exp(tail * filters.log_decay) * float(context.goes_on and context.tail == 0)
-    kept = kept.repeat(1, 1, 2).expand(first, -1, -1, -1).contiguous()
-    before = starting_state(context, turned(ends[-first:], -there), kept)
-    return torch.cat([state[:first] + turned(before, here), state[first:]])
 
 
 def legs(states: int) -> Tensor:

@@ -280,19 +280,6 @@ class TitansMAC(TitansMAG):
         self, x: Tensor, slot: Tensor, real: Tensor, state: State
     ) -> tuple[Tensor, State]:
         """[N, L, D] of tokens at the slots [N or 1, L] of a segment: all of it, or one of each."""
-        y = self.attend_segment(x, slot, real, state)
-        before = State({name: state[name] for name in self.memory.init_state(0)})
-        m, after = self.memory(y, before, mask=real)
-        # A sequence that filled its segment begins the next with the memory as it is now.
-        full = real[:, -1] & (slot[:, -1] == self.window - 1)
-        names = zip(self.memory.names("segment"), self.memory.names("recurrent"), strict=True)
-        begun = {
-            own: torch.where(full.view(-1, 1, 1, 1), after[of], state[own]) for own, of in names
-        }
-        return self.gated(y, m), State(state, **after, **begun)
-
-    def attend_segment(self, x: Tensor, slot: Tensor, real: Tensor, state: State) -> Tensor:
-        """Attention over p, h and the segment so far; state's keys and values are replaced."""
         slots = torch.arange(self.window, device=x.device)
         here = (real & (slots == slot)).unsqueeze(-1)
         at_h, at_x = (slot + self.num_persistent + shift for shift in (0, self.window))
@@ -303,8 +290,18 @@ class TitansMAC(TitansMAG):
             # Other slots have earlier tokens of the segment, or what no token here sees.
             state[key] = torch.where(here, new, state[key].to(new.dtype))
             rows[name] = torch.cat(self.heads_of(state[key]).chunk(2, dim=-1), dim=1)
+        # Attention over p, h and the segment so far.
         seen = (slots <= slot.unsqueeze(-1)).repeat(1, 1, 2)
-        return self.o_proj(self.softmax(q, rows["k"], rows["v"], seen).flatten(-2))
+        y = self.o_proj(self.softmax(q, rows["k"], rows["v"], seen).flatten(-2))
+        before = State({name: state[name] for name in self.memory.init_state(0)})
+        m, after = self.memory(y, before, mask=real)
+        # A sequence that filled its segment begins the next with the memory as it is now.
+        full = real[:, -1] & (slot[:, -1] == self.window - 1)
+        names = zip(self.memory.names("segment"), self.memory.names("recurrent"), strict=True)
+        begun = {
+            own: torch.where(full.view(-1, 1, 1, 1), after[of], state[own]) for own, of in names
+        }
+        return self.gated(y, m), State(state, **after, **begun)
 
     def recall(self, x: Tensor, state: State) -> Tensor:
         """M'(x): the memory before the segment, read."""

@@ -14,7 +14,6 @@ from deltarule.nn.gates import computed
 from deltarule.nn.layout import Layout, silence_padding, split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.rule import Arguments, System
-from deltarule.ops.context import Context
 from deltarule.ops.context.rows import one_of_each
 
 # Keeps most decays near one, whatever the logit.
@@ -89,8 +88,14 @@ class ABC(SlotMixer):
         layout, shape = call.layout, logits.shape[2:]
         weighed = computed(logits).flatten(2)
         before = computed(call.before["log_sum"]).flatten(1).unsqueeze(1)
-        if layout.context is not None:
-            before = log_sum_before(layout.context, weighed, before)
+        if (context := layout.context) is not None:
+            ends = one_of_each(context, weighed[:, context.tail :].logsumexp(1))
+            first, others = before.split([len(weighed), len(before) - len(weighed)])
+            if context.goes_on:
+                # The first process has all there is: before it nothing was weighed.
+                first = ends[:, context.before].logsumexp(1, keepdim=True)
+            # Every process must reach the exchange of gradients, whether or not it looks back.
+            before = torch.cat([first + 0 * ends.sum(), others])
         sums = running_log_sum(layout.with_history(weighed, before), layout)
         call.after["log_sum"] = layout.next_history(sums, 1).squeeze(1).unflatten(1, shape)
         earlier = layout.without_history(sums[:, :-1], 1)
@@ -129,17 +134,6 @@ class GatedSlotAttention(SlotMixer):
 
     def read(self, call: LayerCall) -> Tensor:
         return F.silu(super().read(call))
-
-
-def log_sum_before(context: Context, x: Tensor, given: Tensor) -> Tensor:
-    """[N, 1, D] log(sum exp x) before each sequence here, given where it begins here."""
-    sums = one_of_each(context, x[:, context.tail :].logsumexp(1))
-    first = given[: len(x)]
-    if context.goes_on:
-        # The first of them has all there is: before it nothing was weighed.
-        first = sums[:, context.before].logsumexp(1, keepdim=True)
-    # Every process must reach the exchange of gradients, whether or not it looks back.
-    return torch.cat([first + 0 * sums.sum(), given[len(x) :]])
 
 
 def running_log_sum(x: Tensor, layout: Layout) -> Tensor:
