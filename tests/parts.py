@@ -21,7 +21,7 @@ PARTS = {
     r".*\.py|ops/test_(contract|memory)_kernels\.py|bench/test_neighbours\.py"
     r"|ops/test_gluon(_gradients|_products)?\.py"
     r"|ops/test_(recurrent_step|gate_logits|pools)\.py::.*\[triton",
-    "grid": r"nn/test_(mixers|training|on_gpu|transforms)\.py"
+    "grid": r"nn/test_(mixers|training|on_gpu)\.py"
     r"|nn/test_rules\.py::test_gradients|nn/test_feature_maps\.py::test_every_combination"
     r"|models/test_(train_options|drafted)\.py|models/test_decoder\.py::test_tokens_on_buffers"
     r"|ops/test_(properties|on_gpu|neighbours)\.py"

@@ -2,9 +2,6 @@
 
 S_t = S_{t-1} (a_t - beta_t p_t k_t^T) + beta_t v_t k_t^T        o_t = S_t (q_t - D k_t)
 p_t = sigmoid(erase_scale) k_t, |k_t| = |q_t| = 1; a_t and beta_t as in Gated DeltaNet
-
-The released layer divides p by its norm as well, which leaves erase_scale in the query alone:
-p_t = k_t, and the query is q_t - D sigmoid(erase_scale) k_t before q and k are normed.
 """
 
 from dataclasses import replace

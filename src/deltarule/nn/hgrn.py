@@ -3,9 +3,6 @@
 h_t = a_t e^{i theta} h_{t-1} + (1 - a_t) c_t        o_t = (Re h_t, Im h_t)
 a_t = lb + (1 - lb) sigmoid(f_t)
 
-The least decay lb grows with depth, learned for all layers of a model: that of layer l is the sum
-of softmax(bound_logits) over layers 1..l.
-
 With g_t = e^{-i theta (t - 1)} h_t, which only decays, the scan is over real numbers.
 """
 

@@ -1,9 +1,6 @@
 """Lightning Attention: constant decays that grow weaker with depth.
 
 S_t = g_h S_{t-1} + v_t k_t^T        log g_h = -slope_h (1 - layer / (layers - 1) + 1e-5)
-
-The slopes are ALiBi's: 2^(-8 (h + 1) / HV) for h = 0..HV-1 where HV is a power of two; otherwise
-those of the power below, then every other one of the power above.
 """
 
 import torch

@@ -6,7 +6,6 @@ m_t = max(log f_t + m_{t-1}, log i_t): the state that is kept is e^{-m_t} times 
 
 The divisor is that of the kept state plus EPS, as in the authors' programs: where e^{-m_t}
 is zero in float32 (m_t above 104) a query that meets no key still reads zero.
-xLSTM-7B bounds both logits: 15 tanh(logit / 15).
 """
 
 from dataclasses import replace
