@@ -7,7 +7,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -131,3 +131,14 @@ def matrix_rate() -> float:
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def interleaved_seconds(runs: Mapping[str, Run], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each run, in turns, so that a slow moment of the machine meets all of them."""
+    for run in runs.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            seconds[name].append(host_seconds(run))
+    return seconds

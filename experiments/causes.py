@@ -2,64 +2,55 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from bench.markdown import markdown_table
-from experiments.experiment import Result
-from experiments.figures import Panel, draw_curves, title_of
+from experiments.experiment import Form, Result, load_experiment, merged
+from experiments.figures import Figure, Panel, draw_curves, title_of
 from experiments.seeds import Runs
-from experiments.table import load_experiment
 from experiments.task_cell import TaskCell, in_training
-from experiments.words import Form, Scale, merged
+
+
+def changes(form: Form) -> Iterator[tuple[str, Form, Form]]:
+    """What names begin with, the question and the change."""
+    for question, asked in form["questions"].items():
+        for change, made in asked["changes"].items():
+            yield f"{question}-{change}-", asked, made
 
 
 def cells(form: Form) -> list[TaskCell]:
     """Every change of every question, by the settings or by the model's own."""
-    return [
-        replace(
-            cell,
-            name=f"{question}-{change}-{cell.name}",
-            model=replace(cell.model, **made.get("model", {})),
-        )
-        for question, asked in form["questions"].items()
-        for change, made in asked["changes"].items()
-        for cell in cells_of(asked, made, form["of"])
-    ]
-
-
-def cells_of(asked: Form, made: Form, scale: Scale) -> list[Any]:
-    experiment = load_experiment(asked["experiment"])
-    form = merged(experiment.forms[scale], asked["form"])
-    return list(experiment.make(merged(form, made.get("form", {}))))
+    found = []
+    for start, asked, made in changes(form):
+        experiment = load_experiment(asked["experiment"])
+        changed = merged(merged(experiment.forms[form["of"]], asked["form"]), made.get("form", {}))
+        for cell in experiment.module.cells(changed):
+            model = replace(cell.model, **made.get("model", {}))
+            found.append(replace(cell, name=start + cell.name, model=model))
+    return found
 
 
 def runs_of(form: Form, results: list[Result]) -> Iterator[tuple[Form, Form, list[Result]]]:
     """What has run of each change, behind the question and the change."""
-    for question, asked in form["questions"].items():
-        for change, made in asked["changes"].items():
-            start = f"{question}-{change}-"
-            yield asked, made, [run for run in results if run.name.startswith(start)]
+    for start, asked, made in changes(form):
+        yield asked, made, [run for run in results if run.name.startswith(start)]
 
 
 def system_of(run: Result) -> str:
     return run.cell["model"]["layer_types"][0]
 
 
-def draw(form: Form, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result]) -> Figure:
     """Accuracy in training, a panel for each change and a line for each seed."""
     panels = [
         Panel(
-            [in_training(system_of(run), run) for run in runs],
-            "step",
-            asked.get("unit", "accuracy"),
-            f"{asked['short']}: {made['title']}",
+            [in_training(system_of(run), run) for run in runs], "step",
+            asked.get("unit", "accuracy"), f"{asked['short']}: {made['title']}",
             limits=asked.get("limits", (-0.05, 1.05)),
         )
         for asked, made, runs in runs_of(form, results)
         if runs
-    ]
-    draw_curves(panels, path, title="One thing changed")
+    ]  # fmt: skip
+    return draw_curves(panels, title="One thing changed")
 
 
 def table(form: Form, results: list[Result]) -> str:

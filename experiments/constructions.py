@@ -37,12 +37,6 @@ TRIANGLES: dict[str, tuple[Array, Array]] = {
 }
 
 
-def permutation_matrices(group: Group) -> Matrix:
-    """M(p) with (x M(p))[i] = x[p[i]], for every element, [order, n, n]."""
-    size = elements(group).shape[1]
-    return np.eye(size)[:, elements(group)].transpose(1, 0, 2)
-
-
 def rotation_matrices(group: Group) -> Matrix:
     """The rotations of the cube (S_4) or of the icosahedron (A_5), [order, 3, 3].
 
@@ -51,17 +45,13 @@ def rotation_matrices(group: Group) -> Matrix:
     """
     if group not in TRIANGLES:
         raise ValueError(f"group must be one of {', '.join(TRIANGLES)}, got {group!r}")
-    cycle, swap = (number(group, p) for p in TRIANGLES[group])
+    cycle, swap = (int((elements(group) == p).all(axis=1).argmax()) for p in TRIANGLES[group])
     angle = 2 * np.pi / elements(group).shape[1]
     cosine = 1 / (2 * np.sin(angle / 2))
     axis = np.array([np.sqrt(1 - cosine**2), 0, cosine])
     x, y = np.cos(angle), np.sin(angle)
     turn = np.array([[x, -y, 0], [y, x, 0], [0, 0, 1]])
     return spread(group, {cycle: turn, swap: 2 * np.outer(axis, axis) - np.eye(3)})
-
-
-def number(group: Group, permutation: Array) -> int:
-    return int((elements(group) == permutation).all(axis=1).argmax())
 
 
 def spread(group: Group, generators: dict[int, Matrix]) -> Matrix:
@@ -95,12 +85,13 @@ def reflections(matrix: Matrix) -> list[Matrix]:
 
 
 class Run(NamedTuple):
-    """What the layer said, and how far its state was from where it should have been."""
+    """The element that the state is nearest to, after each token; and how far it was at the most.
+
+    That is from the exact vector, whose length is 1.
+    """
 
     products: Array
-    """The element that the state is nearest to, after each token."""
     error: float
-    """The largest distance from the exact vector, whose length is 1."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +103,14 @@ class Construction:
 
     @cached_property
     def matrices(self) -> Matrix:
-        """M(g) of every element."""
+        """M(g) of every element; of permutations (x M(p))[i] = x[p[i]], [order, n, n]."""
         if self.action == "rotations":
             return rotation_matrices(self.group)
-        return permutation_matrices(self.group)
+        moved = elements(self.group)
+        return np.eye(moved.shape[1])[:, moved].transpose(1, 0, 2)
 
     @cached_property
     def reflections(self) -> list[list[Matrix]]:
-        """The keys of every element."""
         return [reflections(matrix) for matrix in self.matrices]
 
     @property

@@ -1,16 +1,41 @@
-"""What an experiment is: cells to run, a figure, a table, and words."""
+"""What an experiment is: cells to run, a figure and a table; its settings, and words beside them.
 
-from collections.abc import Callable, Mapping, Sequence
+Its module has `cells`, `draw` and `table`, and `TIMED` if its cells take times. Beside it lie:
+
+`words/NAME.md`: a heading, what a reader sees, the source, a line for each form, a remark below
+the table, the paper's figures as a table, and lists of differences, each for the forms it names;
+all but the first four where there are such.
+
+`settings/NAME.toml`: a table for each form. What stands under `all` holds for every form that
+does not say otherwise. `model`, `optimizer`, `loop` and `cell` are arguments of `ModelConfig`,
+`OptimizerOptions`, `LoopOptions` and `TaskCell`.
+"""
+
+import importlib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from experiments.words import Form, Scale, Words
+from deltarule.nearest import check_known
+from deltarule.train.figures import save
 
-# Seconds of training that a kill may cost a cell.
-SAVE_SECONDS = 30.0
+# A form for two CPU cores, one for minutes on GPUs, and the paper's own setting, for hours on them.
+Scale = Literal["laptop", "gpu", "published"]
+SCALES: tuple[Scale, ...] = ("laptop", "gpu", "published")
+Form = dict[str, Any]
+HERE = Path(__file__).parent
+NAMES = """
+    leaderboard mqar memory language extrapolation ablation speedup throughput mad regbench
+    state-tracking groups niah causes
+"""
+# Imported on demand.
+EXPERIMENTS = {name: f"experiments.{name.replace('-', '_')}" for name in NAMES.split()}
 
 
 class Cell(Protocol):
@@ -34,44 +59,130 @@ class Cell(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """One finished cell, as it is read back from JSON."""
+    """One finished cell, as it is read back from JSON.
 
-    name: str
-    """The cell's."""
-    cell: dict[str, Any]
-    """`dataclasses.asdict` of the cell, tuples as lists."""
-    figures: dict[str, Any]
-    """What its run returned; empty if it failed."""
-    error: str | None = None
-    """Why it failed, such as "DivergedError: the loss is not finite at step 9"; None if it did not.
+    `cell` is `dataclasses.asdict` of it, `figures` what its run returned, empty if it failed for
+    the reason `error`, such as "DivergedError: the loss is not finite at step 9".
     """
 
-
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """One figure or table of a paper, run again."""
-
     name: str
-    """Its key in `EXPERIMENTS`."""
-    words: Words
-    """Title, source, what its forms take, and what differs from the paper."""
-    forms: Mapping[Scale, Form]
-    """The settings of each form; `published` among them holds the paper's figures, and `grows`
-    says that it is reported with the cells that there are, which join those of before."""
-    make: Callable[[Form], Sequence[Cell]]
-    """From a form to the cells."""
-    draw: Callable[[Form, list[Result], Path], None]
-    """Writes the PNG of finished cells, with published values as hollow marks."""
-    table: Callable[[Form, list[Result]], str]
-    """A table of finished cells in Markdown: ours beside the published values."""
-    timed: bool = False
-    """Cells take times, so one runs at a time, whatever --workers says."""
-
-    def cells(self, scale: Scale) -> Sequence[Cell]:
-        """What a form runs."""
-        return self.make(self.forms[scale])
+    cell: dict[str, Any]
+    figures: dict[str, Any]
+    error: str | None = None
 
 
 def finished(results: Sequence[Result]) -> list[Result]:
-    """Those that did not fail."""
     return [result for result in results if result.error is None]
+
+
+class Words(NamedTuple):
+    """What a page says of an experiment that no result decides."""
+
+    title: str
+    shows: str
+    source: str
+    needs: dict[Scale, str]
+    """What each form takes, such as "7 curves of 2 minutes on 2 cores". A form without an entry
+    does not exist."""
+    deviations: dict[Scale, list[str]]
+    """Every way in which a form differs from the paper's setting, a sentence each."""
+    remark: str = ""
+    published: Mapping[str, Mapping[Any, float]] = MappingProxyType({})
+    """The paper's figures by row and column; a column that is named by a number is an int."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One figure or table of a paper, run again.
+
+    `published` among the settings of a form holds the paper's figures, and `grows` says that it is
+    reported with the cells that there are, which join those of before.
+    """
+
+    name: str
+    words: Words
+    forms: Mapping[Scale, Form]
+    module: ModuleType
+
+    @property
+    def timed(self) -> bool:
+        """Whether one cell runs at a time, whatever --workers says, because it takes times."""
+        return getattr(self.module, "TIMED", False)
+
+    def cells(self, scale: Scale) -> list[Any]:
+        return list(self.module.cells(self.forms[scale]))
+
+    def draw(self, scale: Scale, results: list[Result], path: Path) -> None:
+        """Write the picture of finished cells, with published values as hollow marks."""
+        save(self.module.draw(self.forms[scale], results), path)
+
+    def table(self, scale: Scale, results: list[Result]) -> str:
+        """A table of finished cells in Markdown: ours beside the published values."""
+        return str(self.module.table(self.forms[scale], results))
+
+
+def load_experiment(name: str) -> Experiment:
+    check_known("NAME", name, EXPERIMENTS)
+    module = importlib.import_module(EXPERIMENTS[name])
+    folder = Path(module.__file__ or "").parent
+    words = read_words(name, folder)
+    published = {"published": words.published}
+    forms = {scale: form | published for scale, form in read_settings(name, folder).items()}
+    return Experiment(name, words, forms, module)
+
+
+def read_words(name: str, folder: Path = HERE) -> Words:
+    text = (folder / "words" / f"{name}.md").read_text(encoding="utf-8")
+    top, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    title, shows, source, needs = top.strip().split("\n\n")
+    parts = [section.split("\n\n", 1) for section in sections]
+    one_of_a_kind = dict[str, str](parts)
+    forms = dict(line.split(": ", 1) for line in bullets(needs))
+    deviations: dict[Scale, list[str]] = {scale: [] for scale in SCALES if scale in forms}
+    for heading, body in parts:
+        for scale, lines in deviations.items():
+            if scale in heading.removeprefix("Differences: ").split(", "):
+                lines += bullets(body)
+    return Words(
+        title.removeprefix("# "),
+        one_line(shows),
+        one_line(source).removeprefix("From ").removesuffix("."),
+        {scale: forms[scale] for scale in deviations},
+        deviations,
+        one_line(one_of_a_kind.get("Remark", "")),
+        figures(one_of_a_kind.get("Published", "")),
+    )
+
+
+def bullets(text: str) -> list[str]:
+    return [one_line(item) for item in re.split(r"^- ", text, flags=re.MULTILINE)[1:]]
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def figures(table: str) -> dict[str, dict[Any, float]]:
+    """The numbers of a table by row and column; a dash is none."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    names = [int(name) if name.isdigit() else name for name in rows[0][1:]] if rows else []
+    return {
+        row: {name: float(x) for name, x in zip(names, cells, strict=True) if x != "-"}
+        for row, *cells in rows[2:]
+    }
+
+
+def read_settings(name: str, folder: Path = HERE) -> dict[Any, Form]:
+    """The forms of the experiment of this name."""
+    path = folder / "settings" / f"{name}.toml"
+    forms: dict[Any, Form] = tomllib.loads(path.read_text(encoding="utf-8"))
+    common = forms.pop("all", {})
+    return {scale: merged(common, form) for scale, form in forms.items()}
+
+
+def merged(common: Any, own: Any) -> Any:
+    """The own value, or of two tables the entries of both."""
+    if isinstance(common, dict) and isinstance(own, dict):
+        return common | {key: merged(common.get(key), value) for key, value in own.items()}
+    return own

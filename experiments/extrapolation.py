@@ -1,16 +1,13 @@
 """Loss by position far past the length of training: recurrent models beside rotary attention."""
 
-import dataclasses
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from bench.markdown import markdown_table
-from experiments.experiment import Result
-from experiments.figures import Curve, Panel, draw_curves, title_of
+from experiments.experiment import Form, Result
+from experiments.figures import Curve, Figure, Panel, draw_curves, title_of
 from experiments.seeds import by_setting, figures_of
-from experiments.text_cell import TextCell
-from experiments.text_setting import text_cells, text_model, text_of
-from experiments.words import Form
+from experiments.text_cell import TextCell, text_cells, text_model, text_of
 
 # Nats a token of code, read off the figure in the README of DeltaProduct's release: models trained
 # on 4,096 tokens, at that length (all of them) and at 32,768.
@@ -22,13 +19,13 @@ def cells(form: Form) -> list[TextCell]:
     """A model for each mixer and seed, trained on short rows and measured on long ones."""
     length, size = form["trained"], form["size"]
     models = {name: text_model(name, size) for name in form["systems"]}
-    lengths = length, form["read"]
     return [
-        dataclasses.replace(
-            cell, length=length, rows=cell.rows * cell.length // length, lengths=lengths
+        replace(
+            cell, length=length, rows=cell.rows * cell.length // length,
+            lengths=(length, form["read"]),
         )
         for cell in text_cells(models, size, form["seeds"])
-    ]
+    ]  # fmt: skip
 
 
 def bins(result: Result) -> list[list[float]]:
@@ -37,32 +34,25 @@ def bins(result: Result) -> list[list[float]]:
     return far["positions"]
 
 
-def curve_of(name: str, runs: list[Result]) -> Curve:
-    """Bits per byte in the middle of each bin, and the range over the seeds."""
-    same = zip(*map(bins, runs), strict=True)
-    points = {(one[0][0] * one[0][1]) ** 0.5: [value for *_, value in one] for one in same}
-    return Curve.through(name, points)
-
-
-def draw(form: Form, results: list[Result], path: Path) -> None:
-    """Ours by position, and the two published losses."""
-    trained = form["trained"]
+def draw(form: Form, results: list[Result]) -> Figure:
+    """Ours in the middle of each bin of positions, with all seeds, and the two published losses."""
+    curves = []
+    for name, runs in by_setting(results).items():
+        same = zip(*map(bins, runs), strict=True)
+        points = {(one[0][0] * one[0][1]) ** 0.5: [value for *_, value in one] for one in same}
+        curves.append(Curve.through(name, points))
     panel = partial(Panel, log_x=True)
     ours = panel(
-        [curve_of(name, runs) for name, runs in by_setting(results).items()],
-        x="position in the row, bytes",
-        y="bits per byte, held out",
-        marks={f"trained to {trained:,}": trained},
-    )
+        curves, "position in the row, bytes", "bits per byte, held out",
+        marks={f"trained to {form['trained']:,}": form["trained"]},
+    )  # fmt: skip
     published = panel(
-        [Curve.of_paper(name, {32_768: nats}) for name, nats in PUBLISHED_FAR.items()],
-        x="position in the row, tokens of code",
-        y="nats per token",
-        title="published, trained to 4,096",
+        [Curve.at(name, {32_768: nats}, published=True) for name, nats in PUBLISHED_FAR.items()],
+        "position in the row, tokens of code", "nats per token", "published, trained to 4,096",
         levels={"at 4,096": PUBLISHED_AT_ONCE},
         limits=(PUBLISHED_AT_ONCE - 0.08, max(PUBLISHED_FAR.values()) + 0.05),
-    )
-    draw_curves([ours, published], path, title="Loss past the length of training")
+    )  # fmt: skip
+    return draw_curves([ours, published], title="Loss past the length of training")
 
 
 def at(length: int, result: Result) -> float:
@@ -72,11 +62,9 @@ def at(length: int, result: Result) -> float:
 
 def table(form: Form, results: list[Result]) -> str:
     """Bits per byte in the last half of rows of several lengths, and what the longest costs."""
-    trained, read = form["trained"], form["read"]
+    trained, read, rows = form["trained"], form["read"], []
     lengths = [trained * factor for factor in (1, 4, 16, 32) if trained * factor <= read]
     columns = [figures_of(results, partial(at, length)) for length in lengths]
-    head = ["system", *(f"at {length:,}" for length in lengths), "change", "published change, nats"]
-    rows = []
     for name in columns[0]:
         ours = [column[name] for column in columns]
         change, far = ours[-1].mean - ours[0].mean, PUBLISHED_FAR.get(name)
@@ -86,4 +74,5 @@ def table(form: Form, results: list[Result]) -> str:
         f"Bits per byte at positions from half of each length to it, in rows of {read:,} "
         f"bytes within one document; trained on rows of {trained:,}. {text_of(results)}"
     )
+    head = ["system", *(f"at {length:,}" for length in lengths), "change", "published change, nats"]
     return f"{markdown_table(head, rows)}\n\n{note}"

@@ -3,26 +3,18 @@
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deltarule.models import PATTERNS
 from deltarule.nn import SYSTEMS
 from deltarule.train.extra import require
-from deltarule.train.figures import (
-    DARK,
-    DOTS_PER_INCH,
-    INK,
-    LIGHT,
-    MIDDLE,
-    draw_levels,
-    dress,
-    save,
-)
+from deltarule.train.figures import DARK, DOTS_PER_INCH, INK, LIGHT, MIDDLE, draw_levels, dress
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Figure = Any
 
 
 class Look(NamedTuple):
@@ -89,32 +81,33 @@ class Curve:
     the label."""
 
     @classmethod
+    def at(
+        cls,
+        label: str,
+        points: Mapping[Any, float],
+        *,
+        published: bool = False,
+        look: str | None = None,
+    ) -> "Curve":
+        return cls(label, [*points], [*points.values()], published=published, look=look)
+
+    @classmethod
     def through(
         cls, label: str, points: Mapping[Any, Sequence[float]], *, look: str | None = None
     ) -> "Curve":
         """The mean of the values at each place, such as those of several seeds, and their range."""
         values = points.values()
-        return cls(
-            label, list(points), [*map(statistics.fmean, values)], low=[*map(min, values)],
-            high=[*map(max, values)], look=look,
-        )  # fmt: skip
-
-    @classmethod
-    def of_paper(
-        cls, label: str, points: Mapping[Any, float], *, look: str | None = None
-    ) -> "Curve":
-        return cls(label, list(points), list(points.values()), published=True, look=look)
+        mean = [*map(statistics.fmean, values)]
+        return cls(label, [*points], mean, [*map(min, values)], [*map(max, values)], look=look)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes."""
+    """One pair of axes, with the names of both."""
 
     curves: Sequence[Curve]
     x: str
-    """Name of the horizontal axis."""
     y: str
-    """Name of the vertical axis."""
     title: str = ""
     ticks: Sequence[str] = ()
     """Where the horizontal axis is no number: names of its places 0, 1, 2 and so on. Points are
@@ -131,15 +124,16 @@ class Panel:
     """Vertical lines by name, such as the length that was trained."""
 
 
-def draw_curves(panels: Sequence[Panel], path: Path, *, title: str, columns: int = 3) -> None:
-    """Draw panels, at most `columns` beside each other, with one legend below them all."""
-    looks = looks_of([curve for panel in panels for curve in panel.curves])
+def draw_curves(panels: Sequence[Panel], *, title: str, columns: int = 3) -> "Figure":
+    """A figure of panels, at most `columns` beside each other, with one legend below them all."""
+    curves = [curve for panel in panels for curve in panel.curves]
+    looks = looks_of(curves)
     across = min(columns, len(panels))
     down = -(-len(panels) // across)
     width = max(WIDTH * across, 1.5 * WIDTH)
     legend_columns = int(width // 1.9)
     legend_lines = -(-(len(looks) + 2) // legend_columns)
-    figure = require("matplotlib.figure").Figure(
+    figure: Figure = require("matplotlib.figure").Figure(
         figsize=(width, HEIGHT * down + LEGEND_LINE * legend_lines + 0.4),
         dpi=DOTS_PER_INCH,
         layout="constrained",
@@ -147,12 +141,11 @@ def draw_curves(panels: Sequence[Panel], path: Path, *, title: str, columns: int
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
     for index, panel in enumerate(panels):
         draw_panel(figure.add_subplot(down, across, index + 1), panel, looks)
-    published = any(curve.published for panel in panels for curve in panel.curves)
     figure.legend(
-        handles=legend_entries(looks, published=published), loc="outside lower center",
-        ncols=legend_columns, frameon=False, fontsize=9,
+        handles=legend_entries(looks, published=any(curve.published for curve in curves)),
+        loc="outside lower center", ncols=legend_columns, frameon=False, fontsize=9,
     )  # fmt: skip
-    save(figure, path)
+    return figure
 
 
 def looks_of(curves: Sequence[Curve]) -> dict[str, Look]:
@@ -171,10 +164,8 @@ def title_of(label: str) -> str:
     """What a figure and a table call a system; any other text as it is."""
     if label.endswith(BARE):
         return f"{title_of(label.removesuffix(BARE))}, no convolution"
-    if label in SHORT:
-        return SHORT[label]
     known = SYSTEMS.get(label) or PATTERNS.get(label)
-    return label if known is None else known.title
+    return SHORT.get(label, label if known is None else known.title)
 
 
 def draw_panel(axes: "Axes", panel: Panel, looks: dict[str, Look]) -> None:
@@ -186,7 +177,20 @@ def draw_panel(axes: "Axes", panel: Panel, looks: dict[str, Look]) -> None:
     shifts = shifts_of(panel)
     for curve in panel.curves:
         x = [place + shifts.get(curve.label, 0.0) for place in curve.x]
-        draw_curve(axes, replace(curve, x=x), looks[curve.label], joined=not panel.ticks)
+        look, joined = looks[curve.label], not panel.ticks
+        axes.plot(
+            x, curve.y, color=look.ink, linewidth=1.6, marker=look.mark, markeredgecolor=look.ink,
+            linestyle=look.line if joined and not curve.published else "none",
+            markersize=8 if curve.published else 6,
+            markerfacecolor="none" if curve.published else look.ink,
+            markevery=max(1, len(x) // MOST_MARKS),
+        )  # fmt: skip
+        if curve.low is None or curve.high is None:
+            continue
+        if joined and len(x) > 1:
+            axes.fill_between(x, curve.low, curve.high, color=look.ink, alpha=0.18, linewidth=0)
+        else:
+            axes.vlines(x, curve.low, curve.high, color=look.ink, linewidth=1.2)
     name_places(axes, panel)
     draw_levels(axes, dict(panel.levels))
     for name, place in panel.marks.items():
@@ -211,27 +215,7 @@ def shifts_of(panel: Panel) -> dict[str, float]:
     shared = len(held) > len({place for _, place in held})
     if not panel.ticks or not shared:
         return {}
-    return {
-        label: BESIDE * ((index + 0.5) / len(labels) - 0.5) for index, label in enumerate(labels)
-    }
-
-
-def draw_curve(axes: "Axes", curve: Curve, look: Look, *, joined: bool) -> None:
-    """One curve, and the range of each point where there is one."""
-    line = look.line if joined and not curve.published else "none"
-    axes.plot(
-        curve.x, curve.y, color=look.ink, linestyle=line, linewidth=1.6, marker=look.mark,
-        markersize=8 if curve.published else 6, markeredgecolor=look.ink,
-        markerfacecolor="none" if curve.published else look.ink,
-        markevery=max(1, len(curve.x) // MOST_MARKS),
-    )  # fmt: skip
-    if curve.low is not None and curve.high is not None:
-        if joined and len(curve.x) > 1:
-            axes.fill_between(
-                curve.x, curve.low, curve.high, color=look.ink, alpha=0.18, linewidth=0
-            )
-        else:
-            axes.vlines(curve.x, curve.low, curve.high, color=look.ink, linewidth=1.2)
+    return {label: BESIDE * ((i + 0.5) / len(labels) - 0.5) for i, label in enumerate(labels)}
 
 
 def name_places(axes: "Axes", panel: Panel) -> None:

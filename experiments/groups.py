@@ -13,11 +13,10 @@ from bench.markdown import markdown_table
 from deltarule.tasks.groups import Config, Group, running_products
 from deltarule.train.task_rows import Curriculum
 from experiments.constructions import Action, Construction
-from experiments.experiment import Result
-from experiments.figures import Curve, Panel, draw_curves
+from experiments.experiment import Form, Result
+from experiments.figures import Curve, Figure, Panel, draw_curves
 from experiments.seeds import Runs, by_setting
-from experiments.task_cell import Evaluation, TaskCell, task_cell
-from experiments.words import Form
+from experiments.task_cell import Evaluation, TaskCell, first_evaluation, task_cell
 
 LABEL, ROWS = "new rows", 1000
 # Rows grow from two elements on: products of few have to be learned before those of many.
@@ -40,12 +39,8 @@ class ExactCell:
         order = len(construction.matrices)
         words = np.random.default_rng(self.seed).integers(order, size=self.tokens)
         run = construction.run(words)
-        right = run.products == running_products(self.group, words[None])[0]
-        return {
-            "n_steps": construction.n_steps,
-            "accuracy": float(right.mean()),
-            "error": run.error,
-        }
+        right = (run.products == running_products(self.group, words[None])[0]).mean()
+        return {"n_steps": construction.n_steps, "accuracy": float(right), "error": run.error}
 
 
 def cells(form: Form) -> list[TaskCell | ExactCell]:
@@ -53,32 +48,19 @@ def cells(form: Form) -> list[TaskCell | ExactCell]:
     settings = [(group, n, 2.0) for group, steps in form["groups"].items() for n in steps]
     settings += [(group, n, 1.0) for group, steps in form["positive"].items() for n in steps]
     trained = [make_cell(form, *one, seed) for one in settings for seed in form["seeds"]]
-    return [
-        *trained,
-        *(ExactCell(f"exact-{group}-{action}", group, action) for group, action in form["exact"]),
-    ]
+    return trained + [ExactCell(f"exact-{group}-{by}", group, by) for group, by in form["exact"]]
 
 
 def make_cell(form: Form, group: Group, n_steps: int, beta_max: float, seed: int) -> TaskCell:
     """One layer of DeltaProduct with four heads, no convolution, no gate and no MLP."""
     prefixes = tuple(form["prefixes"])
     return task_cell(
-        form, f"{group}-n{n_steps}-from{1 - int(beta_max)}-seed{seed}",
+        TaskCell, form, f"{group}-n{n_steps}-from{1 - int(beta_max)}-seed{seed}",
         Config(group, form["trained"]),
         [Evaluation(LABEL, Config(group, prefixes[-1]), ROWS, prefixes=prefixes)], seed=seed,
         model={"beta_max": beta_max, "n_steps": n_steps},
-        cell={"curriculum": Curriculum(FIRST_LENGTH, form["trained"], THRESHOLD)}, kind=TaskCell,
+        cell={"curriculum": Curriculum(FIRST_LENGTH, form["trained"], THRESHOLD)},
     )  # fmt: skip
-
-
-def label_of(n_steps: int, beta_max: float) -> str:
-    """What a curve or a row is called.
-
-    Examples:
-        >>> label_of(2, 1.0)
-        'n = 2, [0, 1]'
-    """
-    return f"n = {n_steps}" if beta_max > 1 else f"n = {n_steps}, [0, 1]"
 
 
 def trained_runs(results: Sequence[Result], group: Group) -> dict[str, list[Result]]:
@@ -87,16 +69,16 @@ def trained_runs(results: Sequence[Result], group: Group) -> dict[str, list[Resu
     for name, seeds in sorted(by_setting(results).items()):
         if name.startswith(f"{group}-"):
             model = seeds[0].cell["model"]
-            runs[label_of(model["n_steps"], model["beta_max"])] = seeds
+            runs[f"n = {model['n_steps']}{'' if model['beta_max'] > 1 else ', [0, 1]'}"] = seeds
     return runs
 
 
 def shares(run: Result) -> dict[int, float]:
     """Shares of rows that are right up to each length."""
-    return dict(map(tuple, run.figures["evaluations"][LABEL]["prefixes"]))
+    return dict(map(tuple, first_evaluation(run)["prefixes"]))
 
 
-def draw(form: Form, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result]) -> Figure:
     """A panel for each group: the share of rows that are right up to each length.
 
     A curve for each seed, as they differ in kind: some solve a group that others do not.
@@ -106,39 +88,35 @@ def draw(form: Form, results: list[Result], path: Path) -> None:
     panel = partial(Panel, x="elements", y="rows right up to here", log_x=True, marks=marks)
     for group in reversed(form["groups"]):
         curves = [
-            Curve(label, [*shares(run)], [*shares(run).values()], look=label.partition(",")[0])
+            Curve.at(label, shares(run), look=label.partition(",")[0])
             for label, runs in trained_runs(results, group).items()
             for run in runs
         ]
         if group == "S_5":
             theirs = form["published"].items()
-            curves += [Curve.of_paper(label_of(int(n), 2.0), points) for n, points in theirs]
+            curves += [Curve.at(f"n = {n}", points, published=True) for n, points in theirs]
         panels.append(panel(curves, title=group, limits=(-0.02, 1.05)))
-    draw_curves(panels, path, title="Word problems of groups", columns=2)
-
-
-def reached(run: Result) -> int:
-    """The greatest length up to which at least half of the rows are right; 0 for none."""
-    return max((n for n, share in shares(run).items() if share >= 0.5), default=0)
+    return draw_curves(panels, title="Word problems of groups", columns=2)
 
 
 def table(form: Form, results: list[Result]) -> str:
     """What was learned, and what exact weights do."""
-    lengths = form["trained"], form["prefixes"][-1]
-    rows = []
+    lengths, rows = (form["trained"], form["prefixes"][-1]), []
     for group in reversed(form["groups"]):
         for label, runs in trained_runs(results, group).items():
-            right = [Runs([shares(run)[n] for run in runs]).each(".3f") for n in lengths]
-            rows.append([group, label, *right, Runs([*map(reached, runs)]).each("d")])
+            found = [shares(run) for run in runs]
+            right = [Runs([one[n] for one in found]).each(".3f") for n in lengths]
+            half = [max((n for n, x in one.items() if x >= 0.5), default=0) for one in found]
+            rows.append([group, label, *right, Runs(half).each("d")])
     head = ["group", "writes", f"rows right up to {lengths[0]}", f"up to {lengths[1]}"]
     learned = markdown_table([*head, "length with half of the rows right"], rows)
 
     done, rows = {run.name: run for run in results}, []
     for group, action in form["exact"]:
         if run := done.get(f"exact-{group}-{action}"):
-            found, tokens = run.figures, f"{run.cell['tokens']:,}"
-            right = [f"{found['accuracy']:.1%}", f"{found['error']:.0e}"]
-            rows.append([group, action, str(found["n_steps"]), tokens, *right])
+            of, tokens = run.figures, f"{run.cell['tokens']:,}"
+            exact = [str(of["n_steps"]), tokens, f"{of['accuracy']:.1%}", f"{of['error']:.0e}"]
+            rows.append([group, action, *exact])
     head = ["group", "acts by", "writes", "tokens", "right", "largest error"]
     titles = "Learned, each seed:", "Exact weights, without training, in float64:"
     return "\n\n".join([titles[0], learned, titles[1], markdown_table(head, rows)])

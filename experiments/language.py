@@ -1,15 +1,12 @@
 """Small language models that differ in their mixer alone: equal tokens, equal parameters."""
 
 from functools import partial
-from pathlib import Path
 
 from bench.markdown import markdown_table
-from experiments.experiment import Result
-from experiments.figures import Curve, Panel, draw_curves, title_of
-from experiments.seeds import by_setting, figures_of, on_noise
-from experiments.text_cell import TextCell
-from experiments.text_setting import bits, text_cells, text_model, text_of
-from experiments.words import Form
+from experiments.experiment import Form, Result
+from experiments.figures import Curve, Figure, Panel, draw_curves, title_of
+from experiments.seeds import by_setting, figures_of, on_noise, told
+from experiments.text_cell import TextCell, bits, text_cells, text_model, text_of
 
 
 def cells(form: Form) -> list[TextCell]:
@@ -26,44 +23,38 @@ def learning_curve(name: str, results: list[Result]) -> Curve:
     return Curve.through(name, points)
 
 
-def draw(form: Form, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result]) -> Figure:
     """The course of training, the final loss of each seed, and the published perplexities."""
     runs, found = by_setting(results), figures_of(results, bits)
     order = sorted(found, key=lambda name: found[name].mean)
-    at_the_end = [
-        Curve.through(name, {place: found[name].values}) for place, name in enumerate(order)
-    ]
+    courses = [learning_curve(name, runs[name]) for name in order]
+    at_the_end = [Curve.through(x, {place: found[x].values}) for place, x in enumerate(order)]
     published = [
-        Curve.of_paper(name, {place: form["published"][name]["1.3 B"]})
+        Curve.at(name, {place: form["published"][name]["1.3 B"]}, published=True)
         for place, name in enumerate(order)
         if "1.3 B" in form["published"].get(name, {})
     ]
     by_system = partial(Panel, x="system", ticks=[form["letters"][name] for name in order])
     held_out = "bits per byte, held out"
     panels = [
-        Panel(
-            [learning_curve(name, runs[name]) for name in order],
-            x="million bytes trained on",
-            y=held_out,
-        ),
+        Panel(courses, "million bytes trained on", held_out),
         by_system(at_the_end, y=held_out, title="at the end, range of the seeds"),
         by_system(published, y="perplexity of a word, WikiText", title="published, 1.3 B"),
     ]
-    draw_curves(panels, path, title="Small language models at equal tokens and parameters")
+    return draw_curves(panels, title="Small language models at equal tokens and parameters")
 
 
 def table(form: Form, results: list[Result]) -> str:
     """Ours, the best first, beside the published perplexities, which are of words and larger."""
     runs = figures_of(results, bits)
     parameters = figures_of(results, lambda result: result.figures["parameters"])
-    head = ["system", "parameters", "seeds", "bits per byte", "perplexity of a byte"]
     rows = []
     for name in sorted(runs, key=lambda name: runs[name].mean):
         run, published = runs[name], form["published"].get(name, {})
         ours = [str(len(run.values)), str(run), f"{2**run.mean:.3f}"]
-        theirs = [str(published.get(size, "-")) for size in ("340 M", "1.3 B")]
+        theirs = [told(published, size) for size in ("340 M", "1.3 B")]
         rows.append([title_of(name), f"{parameters[name].mean:,.0f}", *ours, *theirs])
-    note = "The published perplexities are of words of WikiText, not of bytes of this text."
-    notes = f"{on_noise(runs)} {note} {text_of(results)}"
+    head = ["system", "parameters", "seeds", "bits per byte", "perplexity of a byte"]
     board = markdown_table([*head, "published, 340 M", "published, 1.3 B"], rows)
-    return f"{board}\n\n{notes}"
+    note = "The published perplexities are of words of WikiText, not of bytes of this text."
+    return f"{board}\n\n{on_noise(runs)} {note} {text_of(results)}"

@@ -16,16 +16,19 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.markdown import markdown_table
+from deltarule.models import ModelConfig
 from deltarule.nn import SYSTEMS
+from deltarule.tasks import load_task
 from deltarule.train.extra import require
-from deltarule.train.figures import DARK, DOTS_PER_INCH, dress, save
-from experiments.experiment import Result
-from experiments.figures import title_of
-from experiments.leaderboard_tasks import Columns, columns
+from deltarule.train.figures import DARK, DOTS_PER_INCH, dress
+from deltarule.train.loop import LoopOptions
+from deltarule.train.optimizer import OptimizerOptions
+from experiments import mad
+from experiments.experiment import Form, Result, read_settings
+from experiments.figures import Figure, title_of
 from experiments.records import write_json
-from experiments.task_cell import TaskCell
-from experiments.text_cell import TextCell
-from experiments.words import Form
+from experiments.task_cell import Evaluation, TaskCell, first_evaluation
+from experiments.text_cell import TextCell, bits, text_cells, text_model
 
 # Scores this near are one: of tasks, whose tests have 1,000 rows, and of text.
 TIE = {False: 0.1, True: 0.02}
@@ -56,13 +59,13 @@ class Entry:
         """
         tried = {rate: self.trained(rate, self.seeds[0], folder, device) for rate in self.rates}
         sign = -1 if isinstance(self.first, TextCell) else 1
-        rate = max(self.rates, key=lambda one: sign * score(self.first, tried[one]))
+        rate = max(self.rates, key=lambda one: sign * self.score(tried[one]))
         further = [self.trained(rate, seed, folder, device) for seed in self.seeds[1:]]
         runs = [tried[rate], *further]
         return {
             "rate": rate,
-            "scores": [score(self.first, run) for run in runs],
-            "tried": {f"{one:g}": score(self.first, run) for one, run in tried.items()},
+            "scores": [self.score(run) for run in runs],
+            "tried": {f"{one:g}": self.score(run) for one, run in tried.items()},
             "steps": [run["steps"] for run in runs],
             "parameters": runs[0]["parameters"],
             "training_seconds": sum(run["training_seconds"] for run in [*tried.values(), *further]),
@@ -78,61 +81,92 @@ class Entry:
             shutil.rmtree(own / "checkpoints", ignore_errors=True)
         return json.loads(found.read_text(encoding="utf-8"))
 
+    def score(self, figures: dict[str, Any]) -> float:
+        """Bits per byte of text; of a task the accuracy, scaled so that guessing is 0, all is 1."""
+        run = Result(self.name, {}, figures)
+        if isinstance(self.first, TextCell):
+            return bits(run)
+        chance: float = self.first.evaluations[0].config.chance
+        return (float(first_evaluation(run)["accuracy"]) - chance) / (1 - chance)
+
 
 def at_rate(cell: TaskCell | TextCell, rate: float) -> TaskCell | TextCell:
     return replace(cell, optimizer=replace(cell.optimizer, lr=rate))
 
 
-def score(cell: TaskCell | TextCell, figures: dict[str, Any]) -> float:
-    """Bits per byte of text; of a task the accuracy, scaled so that guessing is 0 and all is 1."""
-    first = next(iter(figures["evaluations"].values()))
-    if isinstance(cell, TextCell):
-        return float(first["bits_per_byte"])
-    chance: float = cell.evaluations[0].config.chance
-    return (float(first["accuracy"]) - chance) / (1 - chance)
+def columns(form: Form) -> dict[str, Form]:
+    """The tasks, each at one setting for every system: MAD's, the form's own, text.
+
+    `title` and `setting`, what a model trains on and is tested on, are for a reader.
+    """
+    base = read_settings("mad")["gpu"] if "mad" in form else {"tasks": {}}
+    of_mad = {name: form["mad"] | base["each"] | task for name, task in base["tasks"].items()}
+    for one in of_mad.values():
+        one["steps"] = min(one["steps"], one["most_steps"])
+        steps = f"MAD's baseline, {one['steps']:,} steps of 128 rows"
+        one["setting"] = f"{steps}; 2 layers of width 128"
+    text = {"language": form["text"]} if "text" in form else {}
+    return {f"mad-{name}": one for name, one in of_mad.items()} | form["columns"] | text
 
 
 def cells(form: Form) -> list[Entry]:
     return [
         Entry(
-            name=f"{system}-{key}",
-            first=at_rate(column.cell(system), column.rates[0]),
-            rates=column.rates,
-            seeds=column.seeds,
+            name=f"{system}-{key}", first=at_rate(first_cell(key, column, system), rates[0]),
+            rates=rates, seeds=tuple(column["seeds"]),
         )
         for key, column in columns(form).items()
+        for rates in [tuple(column["rates"])]
         for system in SYSTEMS
-    ]
+    ]  # fmt: skip
+
+
+def first_cell(key: str, form: Form, system: str) -> TaskCell | TextCell:
+    """A system's training run at the first seed, sizes of heads and convolution its own."""
+    if key == "language":
+        return text_cells({system: text_model(system, "large")}, "large", (0,))[0]
+    steps = form["steps"]
+    if key.startswith("mad-"):
+        # The model and the rows of the experiment `mad`, for fewer steps and with warm-up.
+        cell = mad.make_cell(read_settings("mad")["gpu"], key.removeprefix("mad-"), system)
+        return replace(
+            cell,
+            model=replace(cell.model, conv_size=None, head_k_dim=None, head_v_dim=None),
+            optimizer=replace(cell.optimizer, warmup_steps=steps // 10, beta2=0.98, clip=1.0),
+            loop=replace(cell.loop, steps=steps, evaluate_every=steps // 5, save_every=steps),
+        )
+    config = load_task(form["task"]).Config
+    training, tested = config(**form["training"]), config(**form["tested"])
+    model = {"vocab_size": training.vocab_size, "layer_types": system, "tie_embeddings": False}
+    return TaskCell(
+        name=system, task=form["task"], training=training, rows=form["rows"], stop_at=0.999,
+        evaluations=(Evaluation("new rows", tested, 1000),),
+        model=ModelConfig(**model | form["model"]),
+        optimizer=OptimizerOptions(min_lr_ratio=0.05, warmup_steps=steps // 10, beta2=0.98),
+        loop=LoopOptions(
+            steps=steps, dtype=form.get("dtype", "float32"), evaluate_every=steps // 6,
+            save_every=steps, keep=1,
+        ),
+    )  # fmt: skip
 
 
 class Scored(NamedTuple):
-    """What is known of one system on one task."""
+    """What is known of one system on one task: the scores of its seeds, of text less is better."""
 
     system: str
     scores: list[float]
-    """Of each seed."""
     lower: bool
-    """Whether less is better."""
 
     @property
     def mean(self) -> float:
         return statistics.fmean(self.scores)
 
-    @property
-    def range(self) -> tuple[float, float]:
-        """The best and the worst seed, as numbers of which the larger is better."""
-        signed = [-x if self.lower else x for x in self.scores]
-        return max(signed), min(signed)
 
-
-Board = dict[str, list[Scored]]
-
-
-def board_of(made: Columns, results: list[Result]) -> Board:
+def board_of(form: Form, results: list[Result]) -> dict[str, list[Scored]]:
     """All systems on each task that has any, the best mean first."""
     done = {result.name: result.figures["scores"] for result in results}
-    board: Board = {}
-    for key in made:
+    board = {}
+    for key in columns(form):
         lower = key == "language"
         names = {system: done.get(f"{system}-{key}") for system in SYSTEMS}
         found = [Scored(system, scores, lower) for system, scores in names.items() if scores]
@@ -146,9 +180,9 @@ def bands(ranked: list[Scored]) -> dict[str, int]:
     told: dict[str, int] = {}
     band, worst = 0, math.inf
     for one in ranked:
-        best, least = one.range
-        if not band or best < worst - TIE[one.lower]:
-            band, worst = band + 1, least
+        signed = [-x if one.lower else x for x in one.scores]
+        if not band or max(signed) < worst - TIE[one.lower]:
+            band, worst = band + 1, min(signed)
         told[one.system] = band
     return told
 
@@ -158,8 +192,7 @@ def table(form: Form, results: list[Result]) -> str:
 
     Systems come by the mean of their bands over the tasks that they have run.
     """
-    made = columns(form)
-    board = board_of(made, results)
+    made, board = columns(form), board_of(form, results)
     placed = {key: bands(ranked) for key, ranked in board.items()}
     cells = {
         (one.system, key): told(one, placed[key]) for key, ranked in board.items() for one in ranked
@@ -173,8 +206,15 @@ def table(form: Form, results: list[Result]) -> str:
         [f"`{name}`", SYSTEMS[name].title, *(cells.get((name, key), "to run") for key in board)]
         for name in sorted(SYSTEMS, key=place)
     ]
-    whole = markdown_table(["name", "system", *(made[key].title for key in board)], rows)
-    return f"{whole}\n\n{REMARK}\n\n{settings(made, board)}"
+    whole = markdown_table(["name", "system", *(made[key]["title"] for key in board)], rows)
+    settings = [
+        f"- **{one['title']}**: {one['setting']}; rates "
+        f"{', '.join(f'{x:g}' for x in one['rates'])}, seeds {', '.join(map(str, one['seeds']))}; "
+        f"{counts(board.get(key, []))}to run: {len(SYSTEMS) - len(board.get(key, ()))} of "
+        f"{len(SYSTEMS)}."
+        for key, one in made.items()
+    ]
+    return "\n\n".join([whole, REMARK, "\n".join(settings)])
 
 
 def told(one: Scored, placed: Mapping[str, int]) -> str:
@@ -182,24 +222,8 @@ def told(one: Scored, placed: Mapping[str, int]) -> str:
     return f"{one.mean:.3f}{several}, band {placed[one.system]}"
 
 
-def settings(made: Columns, board: Board) -> str:
-    """What each task is, and how many systems solve it, guess, and are still to run."""
-    return "\n".join(
-        f"- **{column.title}**: {column.setting}; rates "
-        f"{', '.join(f'{x:g}' for x in column.rates)}, seeds {', '.join(map(str, column.seeds))}; "
-        f"{counts(board.get(key, []))}to run: {len(SYSTEMS) - len(board.get(key, ()))} of "
-        f"{len(SYSTEMS)}."
-        for key, column in made.items()
-    )
-
-
 def counts(ranked: list[Scored]) -> str:
-    """How many systems solve a task, and how many guess; nothing of text.
-
-    Examples:
-        >>> counts([Scored("a", [1.0], False), Scored("b", [0.05], False)])
-        'above 0.99: 1, within 0.1 of a guess: 1; '
-    """
+    """How many systems solve a task, and how many guess; nothing of text."""
     if not ranked or ranked[0].lower:
         return ""
     solve = sum(one.mean > SOLVED for one in ranked)
@@ -207,26 +231,25 @@ def counts(ranked: list[Scored]) -> str:
     return f"above {SOLVED}: {solve}, within {TIE[False]} of a guess: {guess}; "
 
 
-def draw(form: Form, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result]) -> Figure:
     """A panel for each task, systems by their places, a mark for each seed."""
-    made = columns(form)
-    board = board_of(made, results)
+    made, board = columns(form), board_of(form, results)
     across = min(ACROSS, len(board))
-    down = -(-len(board) // across)
-    longest = max(map(len, board.values()))
-    size = WIDTH * across, (LINE * longest + 1.2) * down
+    down, longest = -(-len(board) // across), max(map(len, board.values()))
     figure = require("matplotlib.figure").Figure(
-        figsize=size, dpi=DOTS_PER_INCH, layout="constrained"
+        figsize=(WIDTH * across, (LINE * longest + 1.2) * down),
+        dpi=DOTS_PER_INCH,
+        layout="constrained",
     )
     for index, (key, ranked) in enumerate(board.items()):
         axes = figure.add_subplot(down, across, index + 1)
-        dress(axes, title=made[key].title, x=UNIT[ranked[0].lower], y="")
+        dress(axes, title=made[key]["title"], x=UNIT[ranked[0].lower], y="")
         axes.grid(axis="x", color="#dddddd", linewidth=0.8)
         for place, one in enumerate(ranked):
             axes.plot(one.scores, [-place] * len(one.scores), color=DARK, marker="o", linestyle="")
         axes.set_yticks([-i for i in range(len(ranked))], [title_of(one.system) for one in ranked])
         axes.set_ylim(-longest, 1)
-    save(figure, path)
+    return figure
 
 
 REMARK = (

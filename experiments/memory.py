@@ -18,9 +18,8 @@ from torch.nn.functional import normalize
 
 from bench.markdown import markdown_table
 from deltarule.ops import delta_rule, mesa
-from experiments.experiment import Result
-from experiments.figures import Curve, Panel, draw_curves, title_of
-from experiments.words import Form
+from experiments.experiment import Form, Result
+from experiments.figures import Curve, Figure, Panel, draw_curves, title_of
 
 RULES = ("linear_attention", "retnet", "deltanet", "gated_deltanet", "mesa")
 WIDTH = 64
@@ -36,6 +35,8 @@ REGULARIZER = 1e-3
 FULL = 2
 # Writes that share a mark in that figure.
 BIN = 8
+# Columns of the table: condition and pairs.
+COLUMNS = [("random", 32), ("random", 64), ("random", 128), ("correlated", 32), ("overwritten", 32)]
 
 
 class Memory(NamedTuple):
@@ -47,52 +48,56 @@ class Memory(NamedTuple):
     answers: Tensor
 
 
-def random_pairs(rng: np.random.Generator, pairs: int, width: int) -> Memory:
-    """Unit keys and values of independent directions."""
-    keys, values = directions(rng, pairs, width), directions(rng, pairs, width)
+# Independent unit vectors, float64 [count, width], of a count.
+Directions = Callable[[int], Tensor]
+
+
+def random_pairs(directions: Directions, pairs: int) -> Memory:
+    keys, values = directions(pairs), directions(pairs)
     return Memory(keys, values, keys, values)
 
 
-def correlated_pairs(rng: np.random.Generator, pairs: int, width: int) -> Memory:
+def correlated_pairs(directions: Directions, pairs: int) -> Memory:
     """Unit keys that have a direction in common."""
-    own, common = directions(rng, pairs, width), directions(rng, 1, width)
+    own, common = directions(pairs), directions(1)
     keys = normalize(math.sqrt(1 - SHARED) * own + math.sqrt(SHARED) * common, dim=-1)
-    values = directions(rng, pairs, width)
+    values = directions(pairs)
     return Memory(keys, values, keys, values)
 
 
-def overwritten_pairs(rng: np.random.Generator, pairs: int, width: int) -> Memory:
+def overwritten_pairs(directions: Directions, pairs: int) -> Memory:
     """All keys are written with values of before, and then again with those that count."""
-    keys = directions(rng, pairs, width)
-    before, values = directions(rng, pairs, width), directions(rng, pairs, width)
+    keys, before, values = (directions(pairs) for _ in range(3))
     return Memory(torch.cat([keys, keys]), torch.cat([before, values]), keys, values)
 
 
-def directions(rng: np.random.Generator, count: int, width: int) -> Tensor:
-    """Independent unit vectors, float64 [count, width]."""
-    return normalize(torch.from_numpy(rng.standard_normal((count, width))), dim=-1)
-
-
-Draw = Callable[[np.random.Generator, int, int], Memory]
-CONDITIONS: dict[str, tuple[str, Draw]] = {
+CONDITIONS: dict[str, tuple[str, Callable[[Directions, int], Memory]]] = {
     "random": ("Random keys", random_pairs),
     "correlated": ("Keys that share half of their length", correlated_pairs),
     "overwritten": ("Every key written a second time", overwritten_pairs),
 }
 
 
+def written(condition: str, pairs: int, width: int, seed: int) -> Memory:
+    rng = np.random.default_rng(seed)
+
+    def directions(count: int) -> Tensor:
+        return normalize(torch.from_numpy(rng.standard_normal((count, width))), dim=-1)
+
+    return CONDITIONS[condition][1](directions, pairs)
+
+
 @dataclass(frozen=True)
 class MemoryCell:
-    """One rule under every condition."""
+    """One rule, a key in `deltarule.nn.SYSTEMS`, under every condition.
+
+    The state is a square; there is a memory for each seed and each number of pairs.
+    """
 
     name: str
-    """Key in `deltarule.nn.SYSTEMS`."""
     width: int = WIDTH
-    """Channels of a key and of a value: the state is a square."""
     pairs: tuple[int, ...] = PAIRS
-    """How many are written, one memory for each."""
     seeds: tuple[int, ...] = SEEDS
-    """A memory for each."""
 
     def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
         """Write and read.
@@ -115,8 +120,7 @@ class MemoryCell:
 
     def scores(self, condition: str, pairs: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Error of each key, and whether its own value is the nearest; both [seeds, pairs]."""
-        draw = CONDITIONS[condition][1]
-        drawn = [draw(np.random.default_rng(seed), pairs, self.width) for seed in self.seeds]
+        drawn = [written(condition, pairs, self.width, seed) for seed in self.seeds]
         memory = Memory(*(torch.stack(part).to(device) for part in zip(*drawn, strict=True)))
         answers = recall(self.name, memory)
         error = (answers - memory.answers).square().sum(-1)
@@ -131,35 +135,28 @@ def recall(rule: str, memory: Memory) -> Tensor:
 
     Tokens that ask write nothing: their keys and values are zero, and nothing decays at them.
     """
-    asked = torch.zeros_like(memory.asked)
-    queries, keys, values = (
-        torch.cat(part, dim=1)[:, :, None]
-        for part in (
-            (torch.zeros_like(memory.keys), memory.asked),
-            (memory.keys, asked),
-            (memory.values, asked),
-        )
-    )
-    ones = torch.ones(keys.shape[:3], dtype=keys.dtype, device=keys.device)
-    written = memory.keys.shape[1]
+    asked, count = torch.zeros_like(memory.asked), memory.keys.shape[1]
+    parts = (
+        (torch.zeros_like(memory.keys), memory.asked), (memory.keys, asked), (memory.values, asked),
+    )  # fmt: skip
+    q, k, v = (torch.cat(part, dim=1)[:, :, None] for part in parts)
+    ones = k.new_ones(k.shape[:3])
     if rule == "mesa":
-        penalty = REGULARIZER * ones.new_ones(1, keys.shape[-1])
-        solved = mesa(
-            queries, keys, values, beta=ones, regularizer=penalty, iterations=None, scale=1.0
-        )
-        return solved.o[:, written:, 0]
-    beta = ones if "deltanet" in rule else None
-    decay = LOG_DECAY * (keys != 0).any(-1).to(keys.dtype)
-    log_decay = decay if rule in ("retnet", "gated_deltanet") else None
-    o = delta_rule(queries, keys, values, beta=beta, log_decay=log_decay, scale=1.0).o
-    return o[:, written:, 0]
+        penalty = REGULARIZER * k.new_ones(1, k.shape[-1])
+        o = mesa(q, k, v, beta=ones, regularizer=penalty, iterations=None, scale=1.0).o
+    else:
+        beta = ones if "deltanet" in rule else None
+        decay = LOG_DECAY * (k != 0).any(-1).to(k.dtype)
+        log_decay = decay if rule in ("retnet", "gated_deltanet") else None
+        o = delta_rule(q, k, v, beta=beta, log_decay=log_decay, scale=1.0).o
+    return o[:, count:, 0]
 
 
 def cells(form: Form) -> list[MemoryCell]:
     return [MemoryCell(rule) for rule in RULES]
 
 
-def draw(form: Form, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result]) -> Figure:
     """Error against the number of pairs, under each condition, and against age."""
     panel = partial(Panel, y="relative squared error", levels={"empty": 1.0})
     against_pairs = partial(
@@ -168,25 +165,19 @@ def draw(form: Form, results: list[Result], path: Path) -> None:
     panels = []
     for condition, (title, _) in CONDITIONS.items():
         x = "keys, each written twice" if condition == "overwritten" else "pairs, each written once"
-        panels.append(against_pairs([errors(one, condition) for one in results], x, title=title))
+        errors = [(one, one.figures[condition]["error"]) for one in results]
+        curves = [
+            Curve.through(one.name, dict(zip(one.figures["pairs"], seeds, strict=True)))
+            for one, seeds in errors
+        ]
+        panels.append(against_pairs(curves, x, title=title))
     middles = [first + (BIN - 1) / 2 for first in range(0, FULL * WIDTH, BIN)]
     by_age = [
         Curve(one.name, middles, np.reshape(one.figures["by_age"], (-1, BIN)).mean(1).tolist())
         for one in results
     ]
-    title = f"Random keys, {FULL * WIDTH} pairs, by age"
-    panels.append(panel(by_age, "writes since", title=title))
-    draw_curves(panels, path, title="What a 64 x 64 state remembers", columns=2)
-
-
-def errors(result: Result, condition: str) -> Curve:
-    """Mean over seeds and range, by the number of pairs."""
-    seeds = result.figures[condition]["error"]
-    return Curve.through(result.name, dict(zip(result.figures["pairs"], seeds, strict=True)))
-
-
-# Columns of the table: condition and pairs.
-COLUMNS = [("random", 32), ("random", 64), ("random", 128), ("correlated", 32), ("overwritten", 32)]
+    panels.append(panel(by_age, "writes since", title=f"Random keys, {FULL * WIDTH} pairs, by age"))
+    return draw_curves(panels, title="What a 64 x 64 state remembers", columns=2)
 
 
 def table(form: Form, results: list[Result]) -> str:

@@ -1,15 +1,13 @@
 """Associative recall against the width of the model: figure 2 of DeltaNet."""
 
 from functools import partial
-from pathlib import Path
 
 from bench.markdown import markdown_table
 from deltarule.tasks.mqar import Config
-from experiments.experiment import Result
-from experiments.figures import BARE, Curve, Panel, draw_curves, title_of
-from experiments.seeds import Runs
+from experiments.experiment import Form, Result
+from experiments.figures import BARE, Curve, Figure, Panel, draw_curves, title_of
+from experiments.seeds import Runs, told
 from experiments.task_cell import Evaluation, TaskCell, accuracy, in_training, task_cell
-from experiments.words import Form
 
 # Where a system with its own sizes has not two.
 HEADS = {"attention": 1, "retnet": 8}
@@ -17,27 +15,26 @@ LABEL, ROWS = "new rows", 3000
 
 
 def cells(form: Form) -> list[TaskCell]:
-    return [
-        make_cell(form, system, width, rate, seed)
-        for system in form["systems"]
-        for width in form["widths"]
-        for rate in form.get(f"{system}_rates") or form["rates"]
-        for seed in form["seeds"]
-    ]
-
-
-def make_cell(form: Form, system: str, width: int, rate: float, seed: int) -> TaskCell:
-    """One model; unless layers are their own, states are two square memories in every system."""
-    layer, task = system.removesuffix(BARE), Config(**form["task"])
-    heads = 1 if system == "attention" else 2
-    sizes = {"head_k_dim": width // heads, "head_v_dim": width // heads, "conv_size": 0}
-    if form["own_layers"]:
-        heads, sizes = HEADS.get(layer, 2), {"conv_size": 0} if BARE in system else {}
-    model = {"hidden_size": width, "layer_types": layer, "num_heads": heads} | sizes
-    return task_cell(
-        form, f"{system}-d{width}-lr{rate:g}-seed{seed}", task, [Evaluation(LABEL, task, ROWS)],
-        seed=seed, model=model, optimizer={"lr": rate}, kind=TaskCell,
-    )  # fmt: skip
+    """One model each; unless layers are their own, states are two square memories everywhere."""
+    task, found = Config(**form["task"]), []
+    for system in form["systems"]:
+        layer = system.removesuffix(BARE)
+        for width in form["widths"]:
+            heads = 1 if system == "attention" else 2
+            sizes = {"head_k_dim": width // heads, "head_v_dim": width // heads, "conv_size": 0}
+            if form["own_layers"]:
+                heads, sizes = HEADS.get(layer, 2), {"conv_size": 0} if BARE in system else {}
+            model = {"hidden_size": width, "layer_types": layer, "num_heads": heads} | sizes
+            found += [
+                task_cell(
+                    TaskCell, form, f"{system}-d{width}-lr{rate:g}-seed{seed}", task,
+                    [Evaluation(LABEL, task, ROWS)],
+                    seed=seed, model=model, optimizer={"lr": rate},
+                )
+                for rate in form.get(f"{system}_rates") or form["rates"]
+                for seed in form["seeds"]
+            ]  # fmt: skip
+    return found
 
 
 def best(results: list[Result], system: str, width: int) -> list[Result]:
@@ -53,7 +50,7 @@ def right(runs: list[Result]) -> Runs:
     return Runs([*map(accuracy, runs)])
 
 
-def draw(form: Form, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result]) -> Figure:
     """Accuracy against width, and in training at the larger one; the published beside them."""
     same, task = not form["published_apart"], Config(**form["task"])
     ours, training = [], []
@@ -63,10 +60,10 @@ def draw(form: Form, results: list[Result], path: Path) -> None:
         if points := {width: right(found).values for width, found in runs.items() if found}:
             ours.append(Curve.through(system, points))
         training += [in_training(system, run) for run in runs[widest][:1]]
-    published = [Curve.of_paper(system, points) for system, points in form["published"].items()]
-    setting, chance = f"{task.length} tokens, {task.pairs} pairs", task.chance
+    published = [Curve.at(name, row, published=True) for name, row in form["published"].items()]
+    setting = f"{task.length} tokens, {task.pairs} pairs"
     panel = partial(Panel, y="accuracy", limits=(-0.07, 1.05))
-    ours_panel = partial(panel, levels={"chance": chance})
+    ours_panel = partial(panel, levels={"chance": task.chance})
     panels = [
         ours_panel(ours + (published if same else []), "width", title=setting, log_x=True),
         ours_panel(training, "step", title=f"{setting}, width {widest}"),
@@ -74,7 +71,7 @@ def draw(form: Form, results: list[Result], path: Path) -> None:
     if not same:
         title = "As published: 512 tokens, 64 pairs"
         panels.append(panel(published, "width", title=title, log_x=True))
-    draw_curves(panels, path, title="Associative recall")
+    return draw_curves(panels, title="Associative recall")
 
 
 def table(form: Form, results: list[Result]) -> str:
@@ -87,10 +84,9 @@ def table(form: Form, results: list[Result]) -> str:
     for system in dict.fromkeys((*form["systems"], "mamba1")):
         runs = [best(results, system, width) for width in form["widths"]]
         rates = [f"{one[0].cell['optimizer']['lr']:g}" for one in runs if one]
-        published = form["published"].get(system, {})
         cells = [*map(entry, runs), ", ".join(dict.fromkeys(rates)) or "-"]
-        cells += [f"{published[width]:.0%}" if width in published else "-" for width in shown]
-        rows.append([title_of(system), *cells])
+        published = form["published"].get(system, {})
+        rows.append([title_of(system), *cells, *(told(published, n, ".0%") for n in shown)])
     note = " The published figures are of 512 tokens and 64 pairs." if apart else ""
     chance = f"Chance, one of a row's values, is {Config(**form['task']).chance:.1%}.{note}"
     return f"{markdown_table(heads, rows)}\n\n{chance}"

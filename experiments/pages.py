@@ -5,15 +5,13 @@ A page keeps what stands outside the two marks; what is between them is written 
 
 import argparse
 import fnmatch
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.markdown import Marks, markdown, write_between
-from experiments.experiment import Experiment, finished
+from experiments.experiment import EXPERIMENTS, SCALES, Experiment, Scale, finished, load_experiment
 from experiments.records import Record, read_json, to_results
-from experiments.table import EXPERIMENTS, load_experiment
-from experiments.words import SCALES, Scale
 
 MARKS = Marks("<!-- results: written by a script, do not edit -->", "<!-- end of results -->")
 INDEX_PAGE = "README.md"
@@ -31,47 +29,49 @@ def draw_figures(folder: Path) -> None:
     for experiment in map(load_experiment, EXPERIMENTS):
         for scale in experiment.words.needs:
             report = read_report(experiment, scale, folder)
-            results = finished(to_results(report["cells"])) if report else []
-            if results:
-                experiment.draw(
-                    experiment.forms[scale], results, folder / f"{experiment.name}-{scale}.png"
-                )
+            if report and (results := finished(to_results(report["cells"]))):
+                experiment.draw(scale, results, folder / f"{experiment.name}-{scale}.png")
 
 
 def write_index(folder: Path) -> None:
-    """Write the page that leads to all others; raises as `write_pages`."""
-    lines = index(map(load_experiment, EXPERIMENTS), folder)
+    """Write the page that leads to all others: what each shows, and which of its forms were run."""
+    rows = []
+    for experiment in map(load_experiment, EXPERIMENTS):
+        words, forms = experiment.words, []
+        for scale in SCALES:
+            needs, told = words.needs.get(scale), "not run yet"
+            if report := read_report(experiment, scale, folder):
+                ran = share(report, [cell.name for cell in experiment.cells(scale)])
+                told = f"{f'{ran} ' if ' of ' in ran else ''}run on {report['date'][:10]}"
+            forms.append(f"{needs}; {told}" if needs else "-")
+        title = f"[{words.title}]({experiment.name}.md)<br>{words.shows}"
+        rows.append([title, words.source, *forms])
+    lines = markdown(["experiment", "from", *SCALES], rows)
     write_between(folder / INDEX_PAGE, MARKS, lines, new="# Experiments\n")
 
 
 def write_page(experiment: Experiment, folder: Path) -> None:
-    """Write the page of one experiment; raises as `write_pages`."""
-    words = experiment.words
+    """Write the page of one experiment."""
+    name, words = experiment.name, experiment.words
     lines = ["Source: " + words.source + "."]
-    for scale in words.needs:
+    for scale, needs in words.needs.items():
         lines += ["", f"## The {scale} form", ""]
-        report = read_report(experiment, scale, folder)
+        report, stem = read_report(experiment, scale, folder), f"{name}-{scale}"
         if report is None:
-            lines += not_run(experiment, scale)
-            continue
-        stem = f"{experiment.name}-{scale}"
-        picture = f"{stem}.png" if (folder / f"{stem}.png").exists() else None
-        lines += section(experiment, report, raw=f"{stem}.json", picture=picture)
+            command = fenced(f"deltarule reproduce {name} --scale {scale}")
+            lines += ["There are no results of this form yet. It is run by", "", *command, ""]
+            lines += [f"and needs {needs}.", "", *differences(words.deviations.get(scale, []))]
+        else:
+            picture = f"{stem}.png" if (folder / f"{stem}.png").exists() else None
+            lines += section(experiment, report, raw=f"{stem}.json", picture=picture)
     new = f"# {words.title}\n\n{words.shows}\n"
-    write_between(folder / f"{experiment.name}.md", MARKS, lines, new=new)
+    write_between(folder / f"{name}.md", MARKS, lines, new=new)
 
 
 def read_report(experiment: Experiment, scale: Scale, folder: Path) -> Record | None:
     """The published results of a form, if there are any."""
     path = folder / f"{experiment.name}-{scale}.json"
     return read_json(path) if path.exists() else None
-
-
-def not_run(experiment: Experiment, scale: Scale) -> list[str]:
-    command = fenced(f"deltarule reproduce {experiment.name} --scale {scale}")
-    lines = ["There are no results of this form yet. It is run by", "", *command, ""]
-    lines += [f"and needs {experiment.words.needs[scale]}.", ""]
-    return lines + differences(experiment.words.deviations.get(scale, []))
 
 
 def section(experiment: Experiment, report: Record, *, raw: str, picture: str | None) -> list[str]:
@@ -82,7 +82,7 @@ def section(experiment: Experiment, report: Record, *, raw: str, picture: str | 
     scale, results, words = report["scale"], to_results(report["cells"]), experiment.words
     lines = [] if picture is None else [f"![{words.title}, {scale} form]({picture})", ""]
     if done := finished(results):
-        lines += [experiment.table(experiment.forms[scale], done), ""]
+        lines += [experiment.table(scale, done), ""]
         lines += [words.remark, ""] if words.remark else []
     if failed := [one for one in results if one.error is not None]:
         lines += ["Failed:", "", *(f"- `{one.name}`: {one.error}" for one in failed), ""]
@@ -97,7 +97,8 @@ def conditions(report: Record, raw: str, names: Sequence[str]) -> list[str]:
     cells = report["cells"]
     left = patterns(names, {cell["cell"]["name"] for cell in cells})
     machines = dict.fromkeys(cell["machine"] for cell in cells)
-    seconds = [seconds_of(cell) for cell in cells]
+    # A cell that went on after a stop counts its whole training.
+    seconds = [max(cell["seconds"], cell["figures"].get("training_seconds", 0.0)) for cell in cells]
     threads = " or ".join(str(n) for n in sorted({cell["threads"] for cell in cells}))
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     seeds = sorted({seed for cell in cells for seed in seeds_of(cell["cell"])})
@@ -113,12 +114,7 @@ def conditions(report: Record, raw: str, names: Sequence[str]) -> list[str]:
 
 
 def share(report: Record, names: Sequence[str]) -> str:
-    """How many of a form's cells have run.
-
-    Examples:
-        >>> share({"cells": [{}]}, ["a", "b"]), share({"cells": [{}]}, ["a"])
-        ('1 of 2 cells', '1 cells')
-    """
+    """How many of a form's cells have run: "1 of 2 cells", "2 cells"."""
     count = len(report["cells"])
     return f"{count} of {len(names)} cells" if count < len(names) else f"{count} cells"
 
@@ -149,16 +145,6 @@ def wider(name: str) -> Iterator[str]:
     yield f"{name.rpartition('-')[0]}-*"
 
 
-def seconds_of(cell: Record) -> float:
-    """What a cell took: a cell that went on after a stop counts its whole training.
-
-    Examples:
-        >>> seconds_of({"seconds": 9.0, "figures": {"training_seconds": 60.0}})
-        60.0
-    """
-    return max(cell["seconds"], cell["figures"].get("training_seconds", 0.0))
-
-
 def listed(numbers: list[int]) -> str:
     """Numbers in ascending order, a run of them by its ends.
 
@@ -173,9 +159,7 @@ def listed(numbers: list[int]) -> str:
 
 def seeds_of(value: Any) -> Iterator[int]:
     """Every number that stands under `seed` or `seeds` in a cell."""
-    if not isinstance(value, dict):
-        return
-    for name, inner in value.items():
+    for name, inner in value.items() if isinstance(value, dict) else ():
         if name in ("seed", "seeds"):
             yield from inner if isinstance(inner, list) else [inner]
         else:
@@ -192,36 +176,10 @@ def fenced(command: str) -> list[str]:
     return ["```bash", command, "```"]
 
 
-def index(experiments: Iterable[Experiment], folder: Path) -> list[str]:
-    """The table of experiments: what each shows, and which of its forms were run."""
-    rows = []
-    for one in experiments:
-        forms = [form(one, scale, folder) for scale in SCALES]
-        title = f"[{one.words.title}]({one.name}.md)"
-        rows.append([f"{title}<br>{one.words.shows}", one.words.source, *forms])
-    return markdown(["experiment", "from", *SCALES], rows)
-
-
-def form(experiment: Experiment, scale: Scale, folder: Path) -> str:
-    """What a form needs, and when it was run."""
-    if scale not in experiment.words.needs:
-        return "-"
-    report = read_report(experiment, scale, folder)
-    if report is None:
-        return f"{experiment.words.needs[scale]}; not run yet"
-    ran = share(report, [cell.name for cell in experiment.cells(scale)])
-    some = f"{ran} " if " of " in ran else ""
-    return f"{experiment.words.needs[scale]}; {some}run on {report['date'][:10]}"
-
-
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("docs/experiments"))
     folder = parser.parse_args().folder
     draw_figures(folder)
     write_pages(folder)
     print(f"{len(EXPERIMENTS)} pages in {folder}")
-
-
-if __name__ == "__main__":
-    main()

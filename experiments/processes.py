@@ -17,14 +17,25 @@ from deltarule.processes import Worker, each_apart
 from deltarule.train.interrupt import Interrupt
 from deltarule.train.loop import InterruptedRunError
 from experiments.experiment import Cell
-from experiments.records import Record, RecordError, checked, write_json
-from experiments.run_cell import ENVIRONMENT, make_record, own_folder, record_path, run_cell
+from experiments.records import (
+    ENVIRONMENT,
+    Record,
+    RecordError,
+    checked,
+    make_record,
+    own_folder,
+    record_path,
+    run_cell,
+    write_json,
+)
 
 # Seconds between two reports of the processes.
 REPORT = 30.0
 
 # Takes a cell and its record, or None in the record's place when it starts.
 Tell = Callable[[Cell, Record | None], None]
+# Of a cell: its record, or words why there is none; after a stop, neither.
+Ending = Record | str | None
 
 
 class StoppedError(RuntimeError):
@@ -52,25 +63,18 @@ class Job(NamedTuple):
         own.mkdir(parents=True, exist_ok=True)
         return own / "log.txt"
 
-    def died(self, error: str) -> "Ending":
+    def died(self, error: str) -> Ending:
         """A process that died without a word is a cell that failed."""
         path = record_path(self.folder, self.cell)
         if path.exists():
-            return Ending(checked(path, self.cell))
+            return checked(path, self.cell)
         seconds = time.monotonic() - self.began
         record = make_record(self.cell, {}, error, seconds, self.device)
         try:
             write_json(path, record)
         except OSError as failure:
-            return Ending(trouble=f"{self.cell.name}: {failure}")
-        return Ending(record)
-
-
-class Ending(NamedTuple):
-    """Of a cell: its record, or why there is none; after a stop, neither."""
-
-    record: Record | None = None
-    trouble: str | None = None
+            return f"{self.cell.name}: {failure}"
+        return record
 
 
 def devices_of(device: torch.device, count: int) -> list[torch.device]:
@@ -132,10 +136,11 @@ def run_cells(
             run_job, jobs(), processes=workers, afresh=afresh, log_of=Job.log, look=look
         ):
             job = running.pop(done.task.cell.name)
-            ending = job.died(str(done.error)) if done.value is None else done.value
-            if ending.record is not None:
-                tell(job.cell, ending.record)
-            trouble += [] if ending.trouble is None else [ending.trouble]
+            ending = done.value if done.error is None else job.died(done.error)
+            if isinstance(ending, str):
+                trouble.append(ending)
+            elif ending is not None:
+                tell(job.cell, ending)
     if trouble:
         raise MachineError("; ".join(trouble))
 
@@ -146,11 +151,11 @@ def run_job(job: Job) -> Ending:
     torch.set_num_threads(1)
     device = own_gpu(job.device)
     try:
-        return Ending(run_cell(job.cell, job.folder, device))
+        return run_cell(job.cell, job.folder, device)
     except InterruptedRunError:
-        return Ending()
+        return None
     except (*ENVIRONMENT, RecordError) as error:
-        return Ending(trouble=f"{job.cell.name}: {error}")
+        return f"{job.cell.name}: {error}"
     finally:
         # The memory of this cell is the other processes' until the next one needs it.
         gc.collect()

@@ -15,24 +15,16 @@ from pathlib import Path
 
 from bench.markdown import markdown_table
 from deltarule.models import PATTERNS, ModelConfig, count_parameters
-from experiments.words import Form, merged
+from experiments.experiment import merged
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """How the authors say they trained it; AdamW and a cosine schedule everywhere.
 
-    Args:
-        tokens: Tokens in all.
-        batch_tokens: Tokens in a step.
-        context: Tokens in a sequence.
-        learning_rate: The highest.
-        final_learning_rate: Where the cosine ends.
-        first_learning_rate: Where the warm-up starts.
-        warmup_tokens: Tokens until the highest learning rate.
-        weight_decay: Of AdamW.
-        clip: Largest norm of the gradient.
-        data: What it was trained on, and with which tokenizer.
+    `tokens` in all, in a step (`batch_tokens`) and in a sequence (`context`); the highest learning
+    rate, where the warm-up of so many tokens starts and where the cosine ends; `clip`, the largest
+    norm of the gradient; `data` with the tokenizer.
     """
 
     tokens: float
@@ -49,47 +41,32 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One model of one paper.
-
-    Args:
-        name: Key in `RECIPES`.
-        title: What its authors call it.
-        model: Its sizes, for `CausalLM`.
-        training: How it was trained. None: unknown, or a model that we made up.
-        parameters: How many its authors say it has. None: they do not say, or what they say does
-            not agree with its sizes; see `unknown`.
-        head_counted: Whether their number counts the output head beside the embedding.
-        source: Where the sizes are from.
-        unknown: What the source leaves open, and what is ours. "": nothing.
-    """
+    """One model of one paper, by what its authors call it."""
 
     name: str
     title: str
     model: ModelConfig
     source: str
     training: Training | None = None
+    """None: unknown, or a model that we made up."""
     parameters: float | None = None
+    """How many its authors say it has. None: they do not say, or what they say does not agree with
+    its sizes; see `unknown`."""
     head_counted: bool = True
+    """Whether their number counts the output head beside the embedding."""
     unknown: str = ""
+    """What the source leaves open, and what is ours."""
 
 
 def read_recipes() -> dict[str, Recipe]:
     """Every recipe, with what it takes over from the tables that it names."""
-    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return {
-        name: recipe(name, reduce(merged, [*map(table["bases"].get, row.pop("of")), row]))
-        for name, row in table["recipes"].items()
-    }
-
-
-def recipe(name: str, row: Form) -> Recipe:
-    training = row.pop("training", None)
-    return Recipe(
-        name=name,
-        model=ModelConfig(**row.pop("model")),
-        training=training and Training(**training),
-        **row,
-    )
+    table, found = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")), {}
+    for name, own in table["recipes"].items():
+        row = reduce(merged, [*map(table["bases"].get, own.pop("of")), own])
+        training = Training(**row.pop("training")) if "training" in row else None
+        model = ModelConfig(**row.pop("model"))
+        found[name] = Recipe(name=name, model=model, training=training, **row)
+    return found
 
 
 RECIPES = read_recipes()
@@ -104,16 +81,25 @@ def patterns() -> str:
 def recipes() -> str:
     """A line for each recipe, its parameters counted as its authors count them."""
     heads = ["recipe", "layers", "width", "heads", "key, value", "MLP", "theirs", "ours", "all"]
-    return markdown_table(heads, map(row_of, RECIPES.values()))
+    rows = []
+    for recipe in RECIPES.values():
+        model, number = recipe.model, recipe.parameters
+        theirs = "" if number is None else f"{number / 1e6:,.0f} M"
+        ours = [f"{count / 1e6:,.1f} M" for count in (counted(recipe), count_parameters(model))]
+        more = model.num_attention_heads
+        count = str(model.num_heads) if more is None else f"{model.num_heads}, attention {more}"
+        channels = model.head_k_dim, model.head_v_dim
+        head = ", ".join("default" if x is None else str(x) for x in channels)
+        sizes = [str(model.num_layers), str(model.hidden_size), count, head, str(model.mlp_size)]
+        rows.append([f"`{recipe.name}`", *sizes, theirs, *ours])
+    return markdown_table(heads, rows)
 
 
 def unknowns() -> str:
     """What each source leaves open, recipes that leave open the same together."""
     told = [recipe for recipe in RECIPES.values() if recipe.unknown]
-    lines = []
-    for unknown, group in groupby(told, key=lambda recipe: recipe.unknown):
-        lines.append(f"- {', '.join(f'`{recipe.name}`' for recipe in group)}: {unknown}")
-    return "\n".join(lines)
+    groups = groupby(told, key=lambda recipe: recipe.unknown)
+    return "\n".join(f"- {', '.join(f'`{x.name}`' for x in group)}: {why}" for why, group in groups)
 
 
 def counted(recipe: Recipe) -> int:
@@ -121,20 +107,6 @@ def counted(recipe: Recipe) -> int:
     model = recipe.model
     separate = not (recipe.head_counted or model.tie_embeddings)
     return count_parameters(model) - separate * model.vocab_size * model.hidden_size
-
-
-def row_of(recipe: Recipe) -> list[str]:
-    model, number = recipe.model, recipe.parameters
-    theirs = "" if number is None else f"{number / 1e6:,.0f} M"
-    ours = [f"{count / 1e6:,.1f} M" for count in (counted(recipe), count_parameters(model))]
-    heads, more = str(model.num_heads), model.num_attention_heads
-    if more is not None:
-        heads += f", attention {more}"
-    head = ", ".join(
-        "default" if x is None else str(x) for x in (model.head_k_dim, model.head_v_dim)
-    )
-    sizes = [str(model.num_layers), str(model.hidden_size), heads, head, str(model.mlp_size)]
-    return [f"`{recipe.name}`", *sizes, theirs, *ours]
 
 
 if __name__ == "__main__":

@@ -22,22 +22,11 @@ from deltarule.train.device import choose_device
 from deltarule.train.extra import require
 from deltarule.train.loop import InterruptedRunError
 from deltarule.train.run_folder import locked
-from experiments.experiment import Cell, Experiment, finished
+from experiments import records
+from experiments.experiment import EXPERIMENTS, Cell, Experiment, Scale, finished, load_experiment
 from experiments.pages import INDEX_PAGE, section, write_index, write_page
 from experiments.processes import MachineError, OutOfTimeError, StoppedError, devices_of, run_cells
-from experiments.records import (
-    FORMAT,
-    Record,
-    checked,
-    completed,
-    plain,
-    read_json,
-    to_results,
-    write_json,
-)
-from experiments.run_cell import ENVIRONMENT, own_folder, record_path, run_cell
-from experiments.table import EXPERIMENTS, load_experiment
-from experiments.words import Scale
+from experiments.records import Record, record_path, run_cell
 
 CPU_WORKERS, GPU_WORKERS = 2, 8
 
@@ -89,8 +78,7 @@ class ListRun:
 def list_experiments(run: ListRun) -> None:
     """Print what each shows, where it is from, and what each form takes."""
     for name in EXPERIMENTS:
-        experiment = load_experiment(name)
-        words = experiment.words
+        words = load_experiment(name).words
         if run.scale != "all" and run.scale not in words.needs:
             continue
         told = [f"{words.title}. {words.shows}", f"From {words.source}."]
@@ -151,9 +139,9 @@ class Reproduction:
         self, run: ReproduceRun, experiment: Experiment, cells: list[Cell], folder: Path
     ) -> None:
         self.options, self.experiment, self.cells = run, experiment, cells
-        self.folder, self.form = folder, experiment.forms[run.scale]
+        self.folder = folder
         self.records = finished_records(folder, cells, retry=run.retry)
-        self.grows = self.form.get("grows", False)
+        self.grows = experiment.forms[run.scale].get("grows", False)
         if self.grows and run.publish is not None:
             self.records = published_records(run, cells) | self.records
         self.before = len(self.records)
@@ -162,9 +150,7 @@ class Reproduction:
         self.device = device_for(run, experiment, left=bool(self.left))
         self.devices = devices_of(self.device, torch.cuda.device_count())
         default = GPU_WORKERS * len(self.devices) if self.device.type == "cuda" else CPU_WORKERS
-        self.workers = default if run.workers is None else run.workers
-        if experiment.timed:
-            self.workers = 1
+        self.workers = 1 if experiment.timed else run.workers or default
 
     def run(self) -> None:
         """Run what is left; report once nothing is."""
@@ -175,7 +161,10 @@ class Reproduction:
         try:
             timed = self.experiment.timed
             if self.workers == 1 and not timed and seconds is None:
-                self.run_here(self.left)
+                # In this process, each with its own progress bar.
+                for cell in self.left:
+                    self.tell(cell, None)
+                    self.tell(cell, run_cell(cell, self.folder, self.device))
             else:
                 at = self.folder, self.devices, began + (seconds or math.inf)
                 run_cells(self.left, *at, workers=self.workers, tell=self.tell, afresh=timed)
@@ -185,18 +174,12 @@ class Reproduction:
         except (StoppedError, InterruptedRunError):
             print(f"{self.kept()}; the same command goes on", flush=True)
             raise KeyboardInterrupt from None
-        except (MachineError, *ENVIRONMENT) as error:
+        except (MachineError, *records.ENVIRONMENT) as error:
             raise MachineError(f"{error}; {self.kept()}, and the same command goes on") from error
         if len(self.records) == len(self.cells) or (self.grows and self.records):
             self.report(time.monotonic() - began)
         else:
             print(f"{self.kept()}; the report follows when all of them are")
-
-    def run_here(self, cells: list[Cell]) -> None:
-        """One after the other in this process, each with its own progress bar."""
-        for cell in cells:
-            self.tell(cell, None)
-            self.tell(cell, run_cell(cell, self.folder, self.device))
 
     def tell(self, cell: Cell, record: Record | None) -> None:
         """Say that a cell starts, or how it ended."""
@@ -217,21 +200,22 @@ class Reproduction:
     def report(self, seconds: float) -> None:
         """Figure, raw results and report, in the folder of the run and where it is published."""
         experiment, scale, words = self.experiment, self.options.scale, self.experiment.words
-        records = [self.records[cell.name] for cell in self.cells if cell.name in self.records]
+        found = [self.records[cell.name] for cell in self.cells if cell.name in self.records]
         picture = None
-        if done := finished(to_results(records)):
+        if done := finished(records.to_results(found)):
             picture = "figure.png"
-            experiment.draw(self.form, done, self.folder / picture)
+            experiment.draw(scale, done, self.folder / picture)
         # Of the cells, which may have run elsewhere.
-        found = next((record["versions"] for record in records if "versions" in record), versions())
+        ran_with = next((one["versions"] for one in found if "versions" in one), versions())
         whole = {
-            "format": FORMAT, "deltarule": deltarule.__version__, "experiment": experiment.name,
-            "scale": scale, "date": datetime.now(UTC).isoformat(timespec="minutes"),
-            "command": command_line(self.options), "versions": found, "workers": self.workers,
+            "format": records.FORMAT, "deltarule": deltarule.__version__,
+            "experiment": experiment.name, "scale": scale,
+            "date": datetime.now(UTC).isoformat(timespec="minutes"),
+            "command": command_line(self.options), "versions": ran_with, "workers": self.workers,
             "seconds": round(seconds, 1), "from_before": self.before,
-            "deviations": words.deviations.get(scale, []), "cells": records,
+            "deviations": words.deviations.get(scale, []), "cells": found,
         }  # fmt: skip
-        write_json(self.folder / "results.json", whole)
+        records.write_json(self.folder / "results.json", whole)
         lines = section(experiment, whole, raw="results.json", picture=picture)
         text = "\n".join([f"# {words.title}", "", words.shows, "", *lines]) + "\n"
         (self.folder / "report.md").write_text(text, encoding="utf-8")
@@ -254,14 +238,16 @@ class Reproduction:
 
 def finished_records(folder: Path, cells: list[Cell], *, retry: bool) -> dict[str, Record]:
     """Records of an earlier run by the names of their cells; without failed ones to retry."""
-    paths = {cell.name: (cell, record_path(folder, cell)) for cell in cells}
-    found = {name: checked(path, cell) for name, (cell, path) in paths.items() if path.exists()}
-    if retry:
-        for name in [name for name, record in found.items() if record["error"] is not None]:
-            cell, path = paths[name]
+    found = {}
+    for cell in cells:
+        if not (path := record_path(folder, cell)).exists():
+            continue
+        record = records.checked(path, cell)
+        if retry and record["error"] is not None:
             path.unlink()
-            shutil.rmtree(own_folder(folder, cell), ignore_errors=True)
-            del found[name]
+            shutil.rmtree(records.own_folder(folder, cell), ignore_errors=True)
+        else:
+            found[cell.name] = record
     return found
 
 
@@ -271,16 +257,14 @@ def published_path(run: ReproduceRun, target: Path) -> Path:
 
 def published_records(run: ReproduceRun, cells: list[Cell]) -> dict[str, Record]:
     """Published cells whose settings still hold."""
-    path = published_path(run, run.publish or Path())
-    if not path.exists():
-        return {}
+    path, found = published_path(run, run.publish or Path()), {}
     ours = {cell.name: cell for cell in cells}
-    records = {record["cell"]["name"]: record for record in read_json(path)["cells"]}
-    return {
-        name: record
-        for name, record in records.items()
-        if name in ours and completed(record["cell"], ours[name]) == plain(ours[name])
-    }
+    for record in records.read_json(path)["cells"] if path.exists() else ():
+        told = record["cell"]
+        cell = ours.get(told["name"])
+        if cell and records.completed(told, cell) == records.plain(cell):
+            found[cell.name] = record
+    return found
 
 
 def command_line(run: ReproduceRun) -> str:

@@ -3,13 +3,12 @@
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from experiments.experiment import Result
 
 # Differences of means below so many of their standard errors are called noise.
 STANDARD_ERRORS = 3.0
-SEED = "-seed"
 
 
 class Runs(NamedTuple):
@@ -41,16 +40,16 @@ class Runs(NamedTuple):
         return ", ".join(format(value, format_spec) for value in self.values) or "-"
 
 
-def by_setting(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Results by their names without the seed.
+def told(row: Mapping[Any, float], column: Any, format_spec: str = "") -> str:
+    """A figure of a row, such as a published one; a dash for none."""
+    return format(row[column], format_spec) if column in row else "-"
 
-    Examples:
-        >>> [len(runs) for runs in by_setting([Result("gla-seed0", {}, {})] * 2).values()]
-        [2]
-    """
+
+def by_setting(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Results by their names without the seed."""
     runs: dict[str, list[Result]] = {}
     for result in results:
-        runs.setdefault(result.name.partition(SEED)[0], []).append(result)
+        runs.setdefault(result.name.partition("-seed")[0], []).append(result)
     return runs
 
 
@@ -86,12 +85,7 @@ def noise(runs: Mapping[str, Runs]) -> float | None:
 
 
 def on_noise(runs: Mapping[str, Runs]) -> str:
-    """What may be read from an order, for a reader.
-
-    Examples:
-        >>> on_noise({"a": Runs([1.0])})
-        'One seed each: the order of neighbours means nothing.'
-    """
+    """What may be read from an order, for a reader."""
     least = noise(runs)
     if least is None:
         return "One seed each: the order of neighbours means nothing."

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from bench import timing
 from bench.markdown import markdown_table
-from bench.measure import interleaved_seconds
+from bench.timing import interleaved_seconds
 from deltarule.doctor.bars import relative_rms
 from deltarule.ops import delta_rule
-from experiments.experiment import Result
-from experiments.figures import Curve, Panel, draw_curves
-from experiments.words import Form
+from experiments.experiment import Form, Result
+from experiments.figures import Curve, Figure, Panel, draw_curves
+from experiments.seeds import told
 
 PASSES = {"forward": "forward", "both": "forward and backward"}
 # Both compute the same in different orders, from inputs that are rounded alike.
@@ -33,19 +33,18 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedupCell:
-    """One head dimension at every length, batch times length constant."""
+    """One head dimension at every length of a row, batch times length constant.
+
+    `head` are channels of a key and of a value, `width` those of all heads together, `tokens` those
+    of all rows; of `repeats` timed runs the median counts.
+    """
 
     name: str
     head: int
-    """Channels of a key and of a value."""
     width: int
-    """Channels of all heads together."""
     tokens: int
-    """Of all batch rows together."""
     lengths: tuple[int, ...]
-    """Tokens of a row; each divides `tokens`."""
     repeats: int
-    """Timed runs of each, of which the median counts."""
 
     def __post_init__(self) -> None:
         if self.width % self.head:
@@ -77,7 +76,11 @@ class SpeedupCell:
                 f"the loop and the chunks must compute the same, and differ by {difference:.1e} at "
                 f"{length} tokens and heads of {self.head}"
             )
-        times = milliseconds(runs, self.repeats, device.type)
+        if device.type == "cpu":
+            seconds = interleaved_seconds(runs, self.repeats)
+            times = {name: 1e3 * statistics.median(some) for name, some in seconds.items()}
+        else:
+            times = {name: timing.graph_ms([run], self.repeats) for name, run in runs.items()}
         print(f"heads of {self.head}, {length:,} tokens: {times}", flush=True)
         return times | {"difference": difference}
 
@@ -119,14 +122,6 @@ def passes(inputs: list[Tensor], grad: Tensor, device: str) -> dict[str, Run]:
     }
 
 
-def milliseconds(runs: dict[str, Run], repeats: int, device: str) -> dict[str, float]:
-    """Medians: in turns on the CPU, in CUDA graphs on a GPU."""
-    if device == "cpu":
-        seconds = interleaved_seconds(runs, repeats)
-        return {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
-    return {name: timing.graph_ms([run], repeats) for name, run in runs.items()}
-
-
 def cells(form: Form) -> list[SpeedupCell]:
     sizes = form["cell"] | {"lengths": tuple(form["lengths"])}
     return [SpeedupCell(name=f"head-{head}", head=int(head), **sizes) for head in form["published"]]
@@ -140,25 +135,21 @@ def ratios(result: Result, kind: str) -> dict[int, float]:
     }
 
 
-def draw(form: Form, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result]) -> Figure:
     """A panel for each pass; the published figure is of both."""
     panel = partial(Panel, x="tokens in a row", y="times faster than the loop", log_x=True)
     panels = []
     for kind, title in PASSES.items():
-        both, curves = kind == "both", []
-        for run in results:
-            found = ratios(run, kind)
-            curves.append(Curve(f"heads of {run.cell['head']}", [*found], [*found.values()]))
-        if both:
+        curves = [Curve.at(f"heads of {run.cell['head']}", ratios(run, kind)) for run in results]
+        if both := kind == "both":
             published = form["published"].items()
-            curves += [Curve.of_paper(f"heads of {head}", given) for head, given in published]
+            curves += [Curve.at(f"heads of {n}", given, published=True) for n, given in published]
         panels.append(panel(curves, title=title, log_y=both, levels={"as fast": 1.0}))
-    draw_curves(panels, path, title="Chunks beside a loop over tokens", columns=2)
+    return draw_curves(panels, title="Chunks beside a loop over tokens", columns=2)
 
 
 def table(form: Form, results: list[Result]) -> str:
     """Milliseconds of both forms, and the ratios beside the published ones."""
-    head = ["head", "tokens in a row", "batch", "chunks, ms", "loop, ms", "times faster"]
     rows = []
     for run in results:
         size, forward = str(run.cell["head"]), ratios(run, "forward")
@@ -166,6 +157,7 @@ def table(form: Form, results: list[Result]) -> str:
             row = run.figures["lengths"][str(length)]
             figures = row["chunks_both"], row["loop_both"], ratio, forward[length]
             shape = [size, f"{length:,}", str(run.cell["tokens"] // length)]
-            published = str(form["published"][size].get(length, "-"))
+            published = told(form["published"][size], length)
             rows.append([*shape, *(f"{x:.2f}" for x in figures), published])
+    head = ["head", "tokens in a row", "batch", "chunks, ms", "loop, ms", "times faster"]
     return markdown_table([*head, "forward alone", "published"], rows)

@@ -2,78 +2,49 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 from bench.markdown import markdown_table
 from deltarule.models import CausalLM
-from deltarule.tasks import bracket_arithmetic, modular_arithmetic, parity
-from experiments.experiment import Result
-from experiments.figures import Curve, Panel, draw_curves
+from deltarule.tasks import load_task, parity
+from experiments.experiment import Form, Result
+from experiments.figures import Curve, Figure, Panel, draw_curves
 from experiments.seeds import Runs, by_setting
 from experiments.signed_mamba2 import with_signs
 from experiments.task_cell import Evaluation, TaskCell, task_cell
-from experiments.words import Form
 
-LIMITS = (-0.08, 1.05)
-
-
-class System(NamedTuple):
-    """A layer with one range of eigenvalues."""
-
-    layer: str
-    title: str
-    signed: bool
-    """Whether eigenvalues reach -1."""
-
-
+# Layer and title; eigenvalues of the second and the fourth reach -1.
 SYSTEMS = {
-    "deltanet01": System("deltanet", "DeltaNet [0, 1]", signed=False),
-    "deltanet11": System("deltanet", "DeltaNet [-1, 1]", signed=True),
-    "mamba01": System("mamba2", "Mamba-2 [0, 1]", signed=False),
-    "mamba11": System("mamba2", "Mamba-2 [-1, 1]", signed=True),
+    "deltanet01": ("deltanet", "DeltaNet [0, 1]"),
+    "deltanet11": ("deltanet", "DeltaNet [-1, 1]"),
+    "mamba01": ("mamba2", "Mamba-2 [0, 1]"),
+    "mamba11": ("mamba2", "Mamba-2 [-1, 1]"),
 }
-
-
-class Task(NamedTuple):
-    """One column of the table."""
-
-    title: str
-    config: type[parity.Config] | type[modular_arithmetic.Config] | type[bracket_arithmetic.Config]
-
-
-TASKS = {
-    "parity": Task("Parity", parity.Config),
-    "modular_arithmetic": Task("Modular arithmetic without brackets", modular_arithmetic.Config),
-    "bracket_arithmetic": Task("Modular arithmetic with brackets", bracket_arithmetic.Config),
+TITLES = {
+    "parity": "Parity",
+    "modular_arithmetic": "Modular arithmetic without brackets",
+    "bracket_arithmetic": "Modular arithmetic with brackets",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateCell(TaskCell):
-    """A cell whose Mamba-2 layers may have signs."""
+    """A cell whose Mamba-2 layers may have signs; of DeltaNet, `model.beta_max` says it."""
 
     signed: bool = False
-    """Give Mamba-2 eigenvalues in [-1, 1]; of DeltaNet, `model.beta_max` says it."""
 
     def build(self) -> CausalLM:
-        """The model, its layers exchanged for signed ones if there are such."""
         model = super().build()
         return with_signs(model) if self.signed else model
 
 
 def cells(form: Form) -> list[StateCell]:
-    return [
-        make_cell(form, task, name, seed)
-        for task in form["tasks"]
-        for seed in form["seeds"]
-        for name in form["systems"]
-    ]
+    runs = [(x, s, name) for x in form["tasks"] for s in form["seeds"] for name in form["systems"]]
+    return [make_cell(form, *run) for run in runs]
 
 
-def make_cell(form: Form, task: str, name: str, seed: int) -> StateCell:
+def make_cell(form: Form, task: str, seed: int, name: str) -> StateCell:
     """One model; both layers have four heads with keys of hidden_size / 4 channels."""
-    config, system, delta = TASKS[task].config, SYSTEMS[name], "deltanet" in name
+    config, layer, signed = load_task(task).Config, SYSTEMS[name][0], name.endswith("11")
     training = config(*form["trained"])
     if form["every_bit"]:
         training = parity.Config(33, 33, every_position=True)
@@ -81,13 +52,13 @@ def make_cell(form: Form, task: str, name: str, seed: int) -> StateCell:
     evaluations += [
         Evaluation(f"length {n}", config(n, n), form["rows_of_length"]) for n in form["lengths"]
     ]
-    model = {"layer_types": system.layer, "num_layers": form["layers"] + (task != "parity")}
-    if delta:
-        model["beta_max"] = 2.0 if system.signed else 1.0
+    model = {"layer_types": layer, "num_layers": form["layers"] + (task != "parity")}
+    if layer == "deltanet":
+        model["beta_max"] = 2.0 if signed else 1.0
     return task_cell(
-        form, f"{task}-{name}-seed{seed}", training, evaluations, seed=seed, model=model,
+        StateCell, form, f"{task}-{name}-seed{seed}", training, evaluations, seed=seed, model=model,
         optimizer={"weight_decay": 0.0 if task == "parity" else 0.1},
-        cell={"task": task, "signed": system.signed and not delta}, kind=StateCell,
+        cell={"task": task, "signed": signed and layer == "mamba2"},
     )  # fmt: skip
 
 
@@ -98,33 +69,33 @@ def label_of(form: Form) -> str:
 def scaled(result: Result, label: str) -> float:
     """Accuracy from 0 for guessing to 1, as the paper has it."""
     accuracy = float(result.figures["evaluations"][label]["accuracy"])
-    chance = TASKS[result.cell["task"]].config().chance
+    chance: float = load_task(result.cell["task"]).Config().chance
     return (accuracy - chance) / (1 - chance)
 
 
-def draw(form: Form, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result]) -> Figure:
     """For each task the accuracy by length, beside the table with the published figures."""
     runs, panels, tested = by_setting(results), [], label_of(form)
-    ticks = [system.title.replace(" [", "\n[") for system in SYSTEMS.values()]
+    ticks = [title.replace(" [", "\n[") for _, title in SYSTEMS.values()]
     marks = {"longest in training": 33 if form["every_bit"] else form["trained"][1]}
-    panel = partial(Panel, y="scaled accuracy", limits=LIMITS)
+    panel = partial(Panel, y="scaled accuracy", limits=(-0.08, 1.05))
     best = partial(panel, x=tested, title=f"best of three, {tested}", ticks=ticks)
     for task in reversed(form["tasks"]):
         by_length, in_table = [], []
-        for place, (name, system) in enumerate(SYSTEMS.items()):
+        for place, (name, (layer, title)) in enumerate(SYSTEMS.items()):
             seeds = runs.get(f"{task}-{name}", [])
             # Seeds differ in kind, some solve a task that others do not: a curve for each.
             for run in seeds:
-                values = [scaled(run, f"length {n}") for n in form["lengths"]]
-                by_length.append(Curve(system.title, form["lengths"], values, look=system.layer))
+                points = {n: scaled(run, f"length {n}") for n in form["lengths"]}
+                by_length.append(Curve.at(title, points, look=layer))
             if values := [scaled(run, tested) for run in seeds]:
-                ours = Curve.through(system.title, {place: values}, look=system.layer)
+                ours = Curve.through(title, {place: values}, look=layer)
                 in_table.append(replace(ours, y=[max(values)]))
             published = {place: form["published"][name][task]}
-            in_table.append(Curve.of_paper(system.title, published, look=system.layer))
-        x, title = "length of the row", TASKS[task].title
-        panels += [panel(by_length, x, title=title, log_x=True, marks=marks), best(in_table)]
-    draw_curves(panels, path, title="State tracking", columns=2)
+            in_table.append(Curve.at(title, published, published=True, look=layer))
+        x = "length of the row"
+        panels += [panel(by_length, x, title=TITLES[task], log_x=True, marks=marks), best(in_table)]
+    return draw_curves(panels, title="State tracking", columns=2)
 
 
 def table(form: Form, results: list[Result]) -> str:
@@ -132,9 +103,9 @@ def table(form: Form, results: list[Result]) -> str:
     runs, rows, tested = by_setting(results), [], label_of(form)
     for task in reversed(form["tasks"]):
         for name, published in form["published"].items():
-            title = SYSTEMS[name].title if name in SYSTEMS else name
+            _, title = SYSTEMS.get(name, ("", name))
             scores = sorted(scaled(run, tested) for run in runs.get(f"{task}-{name}", []))
             ours = [Runs(scores[-1:]).each(".3f"), Runs(scores).each(".3f")]
-            rows.append([TASKS[task].title, title, *ours, f"{published[task]:.3f}"])
+            rows.append([TITLES[task], title, *ours, f"{published[task]:.3f}"])
     head = ["task", "system", "ours, best", "ours, each seed", "published, best of 3"]
     return markdown_table(head, rows)

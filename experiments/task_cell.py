@@ -1,60 +1,114 @@
-"""A cell that trains one small model on one task and measures it on rows it never saw."""
+"""Cells that train one small model and measure it on rows it never saw; those on labelled tasks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn.gates import starting_horizons
 from deltarule.tasks import load_task
+from deltarule.train.job import Job
 from deltarule.train.labelled import LabelledJob, measure
 from deltarule.train.loop import LoopOptions, Trainer, evaluating
 from deltarule.train.metrics import Row, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.random_state import seed_everything
 from deltarule.train.task_rows import TEST, Curriculum, Rows, draw_rows
-from experiments.experiment import SAVE_SECONDS, Result
+from experiments.experiment import Form, Result
 from experiments.figures import Curve
-from experiments.words import Form
+
+# Seconds of training that a kill may cost a cell.
+SAVE_SECONDS = 30.0
+Figures = dict[str, Any]
+
+
+class Lessons(NamedTuple):
+    """What a model trains on, how it is measured, by label, and what else a run tells."""
+
+    job: Job[Any]
+    measures: Mapping[str, Callable[[CausalLM], Figures]]
+    told: Callable[[Trainer], Figures]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedCell:
+    """One small model: its sizes, the rows in each step, and how it is trained.
+
+    The device of `loop` is the experiment's.
+    """
+
+    name: str
+    model: ModelConfig
+    rows: int
+    optimizer: OptimizerOptions
+    loop: LoopOptions
+
+    def lessons(self, ahead: bool) -> Lessons:
+        """With `ahead`, rows are drawn while a GPU is at work on others."""
+        raise NotImplementedError
+
+    def build(self) -> CausalLM:
+        """The model, its weights drawn from the global random state; a subclass may add to it."""
+        return CausalLM(self.model)
+
+    def good_enough(self, measured: dict[str, float]) -> bool:
+        return False
+
+    def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
+        """Train, or go on from the newest checkpoint, and measure.
+
+        `evaluations` by label; `curve`: [step, training loss of a task, what is watched] of every
+        short evaluation, the loss a mean over the steps since the one before; `horizons`: in
+        tokens, that each head of each gated layer started with; `steps`, `parameters`,
+        `training_seconds`.
+        """
+        lessons = self.lessons(device.type == "cuda")
+        seed_everything(self.loop.seed)
+        model = self.build()
+        horizons = starting_horizons(model)
+        trainer = Trainer(
+            model, lessons.job, options=replace(self.loop, device=str(device)),
+            optimizer_options=self.optimizer, folder=folder, resume=True,
+            stop_when=self.good_enough, save_seconds=SAVE_SECONDS,
+        )  # fmt: skip
+        trainer.run()
+        with evaluating(model):
+            evaluations = {label: measured(model) for label, measured in lessons.measures.items()}
+        return {
+            "evaluations": evaluations, "curve": curve(read_metrics(folder / "metrics.jsonl")),
+            "horizons": horizons, "steps": trainer.step,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "training_seconds": round(trainer.seconds, 1), **lessons.told(trainer),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """New rows of a task to measure on."""
+    """New rows of a task to measure on, under the label "length 256" or the like.
+
+    With `prefixes` also the share of rows whose first n labels are all right, for each n.
+    """
 
     label: str
-    """Its key in the figures, such as "length 256"."""
     config: Any
-    """The task's configuration."""
     rows: int
-    """How many."""
     prefixes: tuple[int, ...] = ()
-    """Also the share of rows whose first n labels are all right, for each n."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskCell:
-    """One small model on one task."""
+class TaskCell(TrainedCell):
+    """One small model on one task, whose configuration in training is `training`."""
 
-    name: str
     task: str
     """Key in `deltarule.tasks.TASKS`."""
     training: Any
-    """The task's configuration in training."""
     evaluations: tuple[Evaluation, ...]
     """The first one is also watched during training."""
-    model: ModelConfig
-    """Its vocab_size is at least the task's."""
-    rows: int
-    """Rows in each step."""
-    optimizer: OptimizerOptions
-    """Rates, decay and clipping."""
-    loop: LoopOptions
-    """Steps, seed and dtype; its device is the experiment's."""
     stop_at: float | None = None
     """End training once the watched accuracy is this high; None never ends it early."""
     watched_rows: int = 256
@@ -76,87 +130,57 @@ class TaskCell:
         """The module that draws the task's rows."""
         return load_task(self.task)
 
-    def build(self) -> CausalLM:
-        """The model, its weights drawn from the global random state; a subclass may add to it."""
-        return CausalLM(self.model)
-
-    def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
-        """Train, or go on from the newest checkpoint, and measure.
-
-        `evaluations`: for each label what `train.labelled.measure` returns; `curve`: [step,
-        training loss, watched accuracy] of every short evaluation, the loss a mean over the steps
-        since the one before; `horizons`: in tokens, that each head of each gated layer started
-        with; `steps`, `stopped_early`, `parameters`, `training_seconds`.
-        """
-        task = self.rows_of()
-        seed_everything(self.loop.seed)
-        model = self.build()
-        horizons = starting_horizons(model)
+    def lessons(self, ahead: bool) -> Lessons:
+        watched = Rows(self.evaluations[0].config, self.watched_rows)
         job = LabelledJob(
-            task, self.training_rows(), Rows(self.evaluations[0].config, self.watched_rows),
-            seed=self.loop.seed, accumulate=self.loop.accumulate, ahead=device.type == "cuda",
+            self.rows_of(), self.training_rows(), watched,
+            seed=self.loop.seed, accumulate=self.loop.accumulate, ahead=ahead,
         )  # fmt: skip
-        trainer = Trainer(
-            model, job, options=replace(self.loop, device=str(device)),
-            optimizer_options=self.optimizer, folder=folder, resume=True,
-            stop_when=self.good_enough, save_seconds=SAVE_SECONDS,
-        )  # fmt: skip
-        trainer.run()
-        return {
-            "evaluations": {one.label: self.evaluate(model, one) for one in self.evaluations},
-            "curve": curve(read_metrics(folder / "metrics.jsonl")),
-            "horizons": horizons,
-            "steps": trainer.step,
-            "stopped_early": trainer.step < self.loop.steps,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "training_seconds": round(trainer.seconds, 1),
-        }
+        measures = {one.label: partial(self.measure, one) for one in self.evaluations}
+        return Lessons(job, measures, lambda run: {"stopped_early": run.step < self.loop.steps})
+
+    def measure(self, one: Evaluation, model: CausalLM) -> Figures:
+        task = self.rows_of()
+        rows = draw_rows(task, one.config, seed=self.loop.seed, stream=TEST, rows=one.rows)
+        return measure(model, task, one.config, rows, one.prefixes)
 
     def good_enough(self, measured: dict[str, float]) -> bool:
         return self.stop_at is not None and measured["validation_accuracy"] >= self.stop_at
-
-    def evaluate(self, model: CausalLM, evaluation: Evaluation) -> dict[str, Any]:
-        task = self.rows_of()
-        rows = draw_rows(
-            task, evaluation.config, seed=self.loop.seed, stream=TEST, rows=evaluation.rows
-        )
-        with evaluating(model):
-            return measure(model, task, evaluation.config, rows, evaluation.prefixes)
-
-
-def accuracy(result: Result) -> float:
-    """Accuracy of the first evaluation of a cell that did not fail."""
-    first: dict[str, Any] = next(iter(result.figures["evaluations"].values()))
-    return float(first["accuracy"])
 
 
 AnyTaskCell = TypeVar("AnyTaskCell", bound=TaskCell)
 
 
 def task_cell(
+    kind: type[AnyTaskCell],
     form: Form,
     name: str,
     training: Any,
     evaluations: Sequence[Evaluation],
     *,
     seed: int = 0,
-    model: Mapping[str, Any] | None = None,
-    optimizer: Mapping[str, Any] | None = None,
-    loop: Mapping[str, Any] | None = None,
-    cell: Mapping[str, Any] | None = None,
-    kind: type[AnyTaskCell],
+    model: Form | None = None,
+    optimizer: Form | None = None,
+    loop: Form | None = None,
+    cell: Form | None = None,
 ) -> AnyTaskCell:
     """A cell of one form of an experiment; the last arguments add to what the form says."""
     words = {"vocab_size": training.vocab_size}
     return kind(
-        name=name,
-        training=training,
-        evaluations=tuple(evaluations),
-        model=ModelConfig(**words | form["model"] | dict(model or {})),
-        optimizer=OptimizerOptions(**form["optimizer"] | dict(optimizer or {})),
-        loop=LoopOptions(**form["loop"] | dict(loop or {}), seed=seed),
-        **form["cell"] | dict(cell or {}),
-    )
+        name=name, training=training, evaluations=tuple(evaluations),
+        model=ModelConfig(**words | form["model"] | (model or {})),
+        optimizer=OptimizerOptions(**form["optimizer"] | (optimizer or {})),
+        loop=LoopOptions(**form["loop"] | (loop or {}), seed=seed),
+        **form["cell"] | (cell or {}),
+    )  # fmt: skip
+
+
+def first_evaluation(result: Result) -> dict[str, Any]:
+    return next(iter(result.figures["evaluations"].values()))
+
+
+def accuracy(result: Result) -> float:
+    return float(first_evaluation(result)["accuracy"])
 
 
 def in_training(label: str, result: Result) -> Curve:
@@ -174,6 +198,8 @@ def in_training(label: str, result: Result) -> Curve:
 def curve(rows: list[Row]) -> list[list[float]]:
     """[step, mean training loss since the point before, watched accuracy] of each evaluation.
 
+    Of text [step, held-out bits per byte].
+
     Examples:
         >>> curve([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0},
         ...        {"step": 2, "validation_accuracy": 0.5}])
@@ -183,6 +209,8 @@ def curve(rows: list[Row]) -> list[list[float]]:
     for row in rows:
         if "loss" in row:
             losses.append(row["loss"])
+        elif "held_out_bits_per_byte" in row:
+            points.append([row["step"], row["held_out_bits_per_byte"]])
         elif "validation_accuracy" in row and losses:
             mean = sum(losses) / len(losses)
             points.append([row["step"], round(mean, 5), round(row["validation_accuracy"], 5)])

@@ -1,48 +1,156 @@
-"""A cell that trains one small language model on text, and measures it by position."""
+"""Cells that train one small language model of bytes on text, and measure it by position.
 
-import dataclasses
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+Their sizes, tokens and rates stand in `settings/text.toml`. Models have the same number of
+parameters: what a mixer leaves over goes into the MLP.
+"""
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from deltarule.models import CausalLM, ModelConfig
+from deltarule.models import CausalLM, ModelConfig, count_parameters
 from deltarule.models.bytes import VOCAB_SIZE
+from deltarule.models.loss import next_token_loss
 from deltarule.nn.checks import check_least, check_multiple
-from deltarule.nn.gates import starting_horizons
-from deltarule.train.data import Corpus, encode_documents
-from deltarule.train.documents import read_documents, split_documents
-from deltarule.train.loop import LoopOptions, Trainer, evaluating
-from deltarule.train.metrics import read_metrics
+from deltarule.train.data import Array, Corpus, encode_documents
+from deltarule.train.device import to_device
+from deltarule.train.documents import DataError, read_documents, split_documents
+from deltarule.train.evaluate import bin_edges
+from deltarule.train.loop import LoopOptions, Trainer
 from deltarule.train.optimizer import OptimizerOptions
-from deltarule.train.random_state import seed_everything
-from experiments.experiment import SAVE_SECONDS
-from experiments.pinned_text import read_pinned_text
-from experiments.text_rows import TextRows, held_out_rows, measure
+from experiments.experiment import Result, read_settings
+from experiments.pinned import read_pinned_text
+from experiments.task_cell import Figures, Lessons, TrainedCell, first_evaluation
+
+# Tokens in a forward pass of an evaluation, unless one row is longer.
+EVALUATED_TOKENS = 16_384
+# Tensor cores take matrices whose sides are multiples of this.
+MULTIPLE = 8
+SIZES = read_settings("text")
+
+
+class Rows(NamedTuple):
+    """`targets[r, t]` is the byte after `tokens[r, t]`; both int64 [rows, length]."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+def rows_at(corpus: Corpus, starts: Array, length: int) -> Rows:
+    """The rows that start at these tokens."""
+    rows = [corpus.tokens[start : start + length + 1] for start in starts.tolist()]
+    tokens = torch.from_numpy(np.stack(rows).astype(int))
+    return Rows(tokens[:, :-1], tokens[:, 1:])
+
+
+def held_out_rows(corpus: Corpus, length: int, most_bytes: int) -> Rows:
+    """Rows side by side, each within one document, spread evenly over the text.
+
+    They have at most so many bytes together, but there is one at least; where no document is long
+    enough, a `DataError` says so.
+    """
+    spans = zip(corpus.bounds[:-1].tolist(), corpus.bounds[1:].tolist(), strict=True)
+    starts = [start for first, last in spans for start in range(first, last - length, length)]
+    if not starts:
+        raise DataError(
+            f"no held-out document has the {length:,} bytes of a row: give --data with longer ones"
+        )
+    count = min(len(starts), max(1, most_bytes // length))
+    return rows_at(corpus, np.array(starts)[np.arange(count) * len(starts) // count], length)
+
+
+class TextRows:
+    """What a model trains on: rows that start anywhere, and the cross entropy of the next byte."""
+
+    static = True
+
+    def __init__(
+        self, rows: int, length: int, training: Corpus, watched: Rows, loop: LoopOptions
+    ) -> None:
+        """Start at the first rows of the seed; each step's come in `accumulate` parts."""
+        self.batch_tokens = rows * length
+        self.training, self.watched, self.loop = training, watched, loop
+        self.rows, self.length, self.drawn = rows // loop.accumulate, length, 0
+        self.places = len(training.tokens) - length
+        if self.places < 1:
+            raise DataError(
+                f"the text to train on has {len(training.tokens):,} tokens, fewer than one row of "
+                f"{length:,} and its last target: give --data with more"
+            )
+
+    def next(self) -> Rows:
+        """The next rows, a function of the seed and of how many were drawn before."""
+        self.drawn += 1
+        rng = np.random.default_rng((self.loop.seed, self.drawn))
+        return rows_at(self.training, rng.integers(self.places, size=self.rows), self.length)
+
+    def tensors(self, rows: Rows, device: torch.device) -> tuple[Tensor, ...]:
+        return tuple(to_device(x, device) for x in rows)
+
+    def loss(self, model: CausalLM, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean nats a byte, and the same for display."""
+        tokens, targets = tensors
+        loss = next_token_loss(model.logits(model.hidden(tokens)[0]), targets)
+        return loss, loss
+
+    def shown(self, figures: list[float]) -> dict[str, float]:
+        return {"bits/byte": figures[0] / math.log(2)}
+
+    def evaluate(self, model: CausalLM) -> dict[str, float]:
+        measured = measure(model, rows=self.watched, dtype=self.loop.dtype)
+        return {"held_out_bits_per_byte": measured["bits_per_byte"]}
+
+    def position(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def seek(self, position: dict[str, int]) -> None:
+        self.drawn = position["drawn"]
+
+
+@torch.no_grad()
+def measure(model: CausalLM, rows: Rows, *, dtype: str = "float32") -> dict[str, Any]:
+    """Bits per byte of rows, each read from an empty state, under autocast if in "bfloat16".
+
+    Also their standard_error over the rows (None for a single one); how many rows; and positions:
+    [first, last, bits per byte] of the bytes at those places of their rows, from 1.
+    """
+    device, length = model.embedding.weight.device, rows.tokens.shape[1]
+    step = max(1, EVALUATED_TOKENS // length)
+    parts = []
+    for tokens, targets in zip(rows.tokens.split(step), rows.targets.split(step), strict=True):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
+            logits, _ = model(tokens.to(device))
+        nats = F.cross_entropy(logits.float().mT, targets.to(device), reduction="none")
+        parts.append(nats.cpu().double() / math.log(2))
+    bits = torch.cat(parts)
+    count, means = len(bits), bits.mean(1)
+    places = bin_edges(length)
+    return {
+        "bits_per_byte": bits.mean().item(),
+        "standard_error": means.std().item() / math.sqrt(count) if count > 1 else None,
+        "rows": count,
+        "positions": [[a, b, bits[:, a - 1 : b].mean().item()] for a, b in places],
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextCell:
-    """One small language model of bytes.
+class TextCell(TrainedCell):
+    """One small language model of bytes, on rows of `length` tokens.
 
     Under one seed every model sees the same rows in the same order.
     """
 
-    name: str
-    model: ModelConfig
-    """Its vocab_size is that of bytes."""
     length: int
-    """Tokens of a training row."""
-    rows: int
-    """Rows in each step."""
     lengths: tuple[int, ...]
     """Held-out text is read in rows of so many tokens, each from an empty state; the first of them
     is also watched during training."""
-    optimizer: OptimizerOptions
-    """Rates, decay and clipping."""
-    loop: LoopOptions
-    """Steps, seed and dtype; its device is the experiment's."""
     data: str | None = None
     """A text file, or a folder of them; None is the pinned text."""
     held_out_bytes: int = 500_000
@@ -61,57 +169,83 @@ class TextCell:
                 f"got {self.model.vocab_size}"
             )
 
-    def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
-        """Train, or go on from the newest checkpoint, and measure.
-
-        `evaluations`: for each length what `measure` returns; `curve`: [step, bits per byte of
-        held-out text]; `data`: source, bytes and sha256; `horizons`: in tokens, that each head of
-        each gated layer started with; `tokens` trained on, `steps`, `parameters`,
-        `training_seconds`, `tokens_per_s`.
-        """
+    def lessons(self, ahead: bool) -> Lessons:
         read = read_pinned_text() if self.data is None else read_documents(self.data)
         training, held_out = (
             encode_documents([document.text for document in documents])
             for documents in split_documents(read.documents)
         )
-        rows = {str(n): held_out_rows(held_out, n, self.held_out_bytes) for n in self.lengths}
-        seed_everything(self.loop.seed)
-        model = CausalLM(self.model)
-        horizons = starting_horizons(model)
-        trainer = self.trainer(model, training, held_out, folder, device)
-        trainer.run()
-        with evaluating(model):
-            evaluations = {
-                n: measure(model, some, dtype=self.loop.dtype) for n, some in rows.items()
-            }
-        tokens = trainer.step * self.rows * self.length
-        return {
-            "evaluations": evaluations, "curve": curve(folder / "metrics.jsonl"),
-            "data": {"source": read.source, "bytes": read.num_bytes, "sha256": read.sha256},
-            "horizons": horizons, "tokens": tokens, "steps": trainer.step,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "training_seconds": round(trainer.seconds, 1),
-            "tokens_per_s": round(tokens / max(trainer.seconds, 1e-9)),
-        }  # fmt: skip
-
-    def trainer(
-        self,
-        model: CausalLM,
-        training: Corpus,
-        held_out: Corpus,
-        folder: Path,
-        device: torch.device,
-    ) -> Trainer:
-        """The model with these weights, or as its newest checkpoint has them."""
-        loop = dataclasses.replace(self.loop, device=str(device))
+        rows = {n: held_out_rows(held_out, n, self.held_out_bytes) for n in self.lengths}
         watched = held_out_rows(held_out, self.lengths[0], self.watched_bytes)
-        return Trainer(
-            model, TextRows(self.rows, self.length, training, watched, loop), options=loop,
-            optimizer_options=self.optimizer, folder=folder, resume=True, save_seconds=SAVE_SECONDS,
-        )  # fmt: skip
+        dtype = self.loop.dtype
+
+        def told(run: Trainer) -> Figures:
+            tokens = run.step * self.rows * self.length
+            return {
+                "data": {"source": read.source, "bytes": read.num_bytes, "sha256": read.sha256},
+                "tokens": tokens, "tokens_per_s": round(tokens / max(run.seconds, 1e-9)),
+            }  # fmt: skip
+
+        return Lessons(
+            TextRows(self.rows, self.length, training, watched, self.loop),
+            {str(n): partial(measure, rows=some, dtype=dtype) for n, some in rows.items()},
+            told,
+        )
 
 
-def curve(metrics: Path) -> list[list[float]]:
-    """Step and held-out bits per byte of every short evaluation."""
-    name = "held_out_bits_per_byte"
-    return [[row["step"], row[name]] for row in read_metrics(metrics) if name in row]
+def text_model(layer_types: str, size: str) -> ModelConfig:
+    """A model of one mixer or pattern, with all that is not named here at the mixer's default."""
+    return ModelConfig(vocab_size=VOCAB_SIZE, layer_types=layer_types, **SIZES[size]["model"])
+
+
+def text_cells(
+    models: Mapping[str, ModelConfig], size: str, seeds: Sequence[int]
+) -> list[TextCell]:
+    """A run of each model and seed, MLPs sized so that all have the same number of parameters."""
+    form = SIZES[size]
+    return [
+        TextCell(
+            name=f"{name}-seed{seed}", model=equal_size(model, form["parameters"]),
+            lengths=(form["cell"]["length"],), optimizer=OptimizerOptions(**form["optimizer"]),
+            loop=LoopOptions(**form["loop"], seed=seed), **form["cell"],
+        )
+        for seed in seeds
+        for name, model in models.items()
+    ]  # fmt: skip
+
+
+@cache
+def equal_size(model: ModelConfig, parameters: int) -> ModelConfig:
+    """The model with the MLP that brings it nearest to a number of parameters.
+
+    It is refused if it has more without any MLP.
+    """
+    smallest = count_parameters(replace(model, mlp_size=MULTIPLE))
+    each = count_parameters(replace(model, mlp_size=2 * MULTIPLE)) - smallest
+    size = MULTIPLE * (1 + round((parameters - smallest) / each))
+    if size < MULTIPLE:
+        bare = count_parameters(replace(model, mlp_size=0))
+        raise ValueError(
+            f"parameters must be at least {smallest:,}, of which {bare:,} are not in the MLP, "
+            f"got {parameters:,}"
+        )
+    return replace(model, mlp_size=size)
+
+
+def bits(result: Result) -> float:
+    """Bits per byte of held-out text, read in rows as long as those of training."""
+    return float(first_evaluation(result)["bits_per_byte"])
+
+
+def text_of(results: list[Result]) -> str:
+    """What was read, for a reader.
+
+    Examples:
+        >>> data = {"source": "Python 3.12.1 standard library", "bytes": 31_000_000}
+        >>> text_of([Result("gla-seed0", {}, {"data": data})])
+        'Text: Python 3.12.1 standard library, 31,000,000 bytes, a tenth of them held out.'
+    """
+    data = [run.figures["data"] for run in results]
+    texts = dict.fromkeys((text["source"], text["bytes"]) for text in data)
+    told = " and ".join(f"{source}, {count:,} bytes" for source, count in texts)
+    return f"Text: {told}, a tenth of them held out."

@@ -54,10 +54,11 @@ def cells(form):
     return list(CELLS)
 
 
-def draw(form, results, path):
+def draw(form, results):
     """One curve."""
     scores = [result.figures["score"] for result in results]
-    draw_curves([Panel([Curve("score", range(len(scores)), scores)], "x", "y")], path, title="t")
+    curve = Curve("score", range(len(scores)), scores)
+    return draw_curves([Panel([curve], "x", "y")], title="t")
 
 
 def table(form, results):

@@ -44,7 +44,7 @@ FOLDERS = {
     "src/deltarule/parallel": 1_550,
     "src/deltarule/train": 5_130,
     "src/deltarule/tasks": 1_540,
-    "experiments": 4_660,
+    "experiments": 4_200,
     "bench": 3_560,
 }
 

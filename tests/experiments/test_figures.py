@@ -2,6 +2,7 @@
 
 from deltarule.models import PATTERNS
 from deltarule.nn import SYSTEMS
+from deltarule.train.figures import save
 from experiments import figures
 from experiments.figures import INK, LOOKS, SYSTEM_LOOKS, Curve, Panel, draw_curves, looks_of
 
@@ -17,7 +18,7 @@ def test_panels_of_every_kind_are_drawn(tmp_path):
         Panel([], "x", "y", log_x=True, ticks=()),
         Panel([Curve("gla", [3], [0.5], low=[0.1], high=[0.9])], "x", "y"),
     ]
-    draw_curves(panels, path, title="All", columns=2)
+    save(draw_curves(panels, title="All", columns=2), path)
     assert [file.name for file in tmp_path.iterdir()] == ["curves.png"]
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -58,7 +59,7 @@ def test_a_curve_goes_through_the_mean_of_seeds_within_their_range():
     assert (curve.x, curve.y) == ([64, 128], [0.75, 0.75])
     assert (curve.low, curve.high) == ([0.5, 0.75], [1.0, 0.75])
     assert (curve.look, curve.published) == ("kda", False)
-    paper = Curve.of_paper("gla", {64: 0.22})
+    paper = Curve.at("gla", {64: 0.22}, published=True)
     assert (paper.x, paper.y, paper.published) == ([64], [0.22], True)
 
 

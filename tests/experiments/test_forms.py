@@ -11,13 +11,11 @@ from deltarule.nn import DeltaNet, Mamba2
 from deltarule.tasks import load_task, parity
 from deltarule.tasks.mqar import Config
 from experiments import mqar, niah, regbench, state_tracking
-from experiments.experiment import Result
+from experiments.experiment import Result, load_experiment, merged
 from experiments.figures import title_of
 from experiments.records import plain
 from experiments.signed_mamba2 import SignedMamba2
-from experiments.table import load_experiment
 from experiments.task_cell import TaskCell
-from experiments.words import merged
 
 CPU = torch.device("cpu")
 ABLATION, CAUSES, GROUPS, MQAR, NIAH, REGBENCH, TRACKING = map(

@@ -1,11 +1,10 @@
 import pytest
 
 from deltarule.models import count_parameters
-from experiments.experiment import Result
+from experiments.experiment import Result, load_experiment
 from experiments.records import plain
 from experiments.seeds import Runs, noise
-from experiments.table import load_experiment
-from experiments.text_setting import SIZES, equal_size, text_model
+from experiments.text_cell import SIZES, equal_size, text_model
 
 EXPERIMENT = load_experiment("language")
 FORMS = EXPERIMENT.forms
@@ -44,7 +43,7 @@ def results():
 
 
 def test_the_table_claims_no_order_inside_the_noise(results):
-    table = EXPERIMENT.table(FORMS["gpu"], results)
+    table = EXPERIMENT.table("gpu", results)
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
     names = [row[0].removeprefix("| ") for row in rows]
     assert names == ["Gated DeltaNet", "DeltaNet", "Linear attention"]
@@ -55,9 +54,8 @@ def test_the_table_claims_no_order_inside_the_noise(results):
 
 
 def test_one_seed_claims_no_order(results):
-    table = EXPERIMENT.table(
-        FORMS["laptop"], [run for run in results if run.name.endswith("seed0")]
-    )
+    first = [run for run in results if run.name.endswith("seed0")]
+    table = EXPERIMENT.table("laptop", first)
     assert "One seed each" in table
 
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from deltarule.nn import SYSTEMS
-from experiments import leaderboard, reproduce
-from experiments.experiment import Result
+from experiments import leaderboard
+from experiments.experiment import Result, load_experiment
 from experiments.leaderboard import Entry, Scored, bands, columns
 from experiments.records import plain
-from experiments.reproduce import ReproduceRun
-from experiments.table import load_experiment
+from experiments.reproduce import ReproduceRun, reproduce
 
 CPU = torch.device("cpu")
 BOARD = load_experiment("leaderboard")
@@ -84,18 +83,17 @@ def test_the_table_shows_what_is_there_and_what_is_to_run(tmp_path, scale):
         sum(f"to run: {len(SYSTEMS)} of" in x for x in lines)
         == len(columns(BOARD.forms[scale])) - 1
     )
-    leaderboard.draw(BOARD.forms[scale], results, tmp_path / "figure.png")
+    BOARD.draw(scale, results, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_new_row_joins_those_that_are_published(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = [short(cell, rates=(1e-2,), seeds=(0,)) for cell in BOARD.cells("laptop")[:2]]
-    changed = replace(BOARD, make=lambda form: given)
-    monkeypatch.setattr(reproduce, "load_experiment", lambda name: changed)
+    monkeypatch.setattr(leaderboard, "cells", lambda form: given)
 
     def published(runs: str, only: str) -> list[dict]:
-        reproduce.reproduce(
+        reproduce(
             ReproduceRun(
                 "leaderboard",
                 only=(only,),

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from deltarule.models import CausalLM, ModelConfig
-from experiments.autoencoder import Autoencoder, positions
-from experiments.mad import in_lessons, make_cell, measured
-from experiments.table import load_experiment
+from experiments.experiment import load_experiment
+from experiments.mad import Autoencoder, make_cell, measured, positions
 
 MAD = load_experiment("mad").forms
 CONFIG = ModelConfig(
@@ -32,7 +31,7 @@ def test_settings_are_the_benchmarks_baselines():
     assert {cell.rows for cell in cells} == {128}
     # Recall tasks learn every next token, and are tested on answers alone.
     for name in ("recall", "noisy", "fuzzy"):
-        assert in_lessons(gpu[name]).training
+        assert make_cell(MAD["gpu"], name, "deltanet").training.training
         assert not measured(gpu[name]).training
     # The mean of DeltaNet's row, as the paper prints it.
     assert round(sum(published["deltanet"].values()) / 6, 1) == 71.8

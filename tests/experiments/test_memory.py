@@ -31,8 +31,7 @@ def by_hand(rule, written):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("condition", memory.CONDITIONS)
 def test_the_library_remembers_what_the_recurrence_says(rule, condition):
-    draw = memory.CONDITIONS[condition][1]
-    written = Memory(*(part[None] for part in draw(np.random.default_rng(0), 20, 8)))
+    written = Memory(*(part[None] for part in memory.written(condition, 20, 8, seed=0)))
     answers = recall(rule, written)[0].numpy()
     assert np.abs(answers - by_hand(rule, written)).max() < 1e-9
 

@@ -11,10 +11,10 @@ import torch
 
 from deltarule.tasks import prose
 from deltarule.train.documents import DataError
-from experiments import pinned_needles
-from experiments.pinned_text import ARCHIVE, SHA256, read_pinned_text
+from experiments import pinned
+from experiments.experiment import load_experiment
+from experiments.pinned import ARCHIVE, SHA256, read_pinned_text
 from experiments.records import plain
-from experiments.table import load_experiment
 
 PROSE = {
     "training": (9_225, 643_983, "37de9916f176da6e"),
@@ -24,14 +24,14 @@ PROSE = {
 
 @pytest.mark.parametrize("split", PROSE)
 def test_sentences_are_those_of_every_other_machine(split):
-    sentences, starts = pinned_needles.pinned_prose(split)
+    sentences, starts = pinned.pinned_prose(split)
     whole = hashlib.sha256("\n".join(sentences).encode()).hexdigest()[:16]
     assert (len(sentences), starts[-1], whole) == PROSE[split]
 
 
 def test_rows_are_those_of_every_other_machine():
     config = load_experiment("niah").cells("gpu")[0].training
-    tokens, labels = pinned_needles.generate(config, np.random.default_rng(0), rows=8)
+    tokens, labels = pinned.generate(config, np.random.default_rng(0), rows=8)
     found = hashlib.sha256(tokens.tobytes() + labels.tobytes()).hexdigest()[:16]
     assert found == "c4692d8679e2af6d"
 

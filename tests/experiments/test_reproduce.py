@@ -15,7 +15,7 @@ import deltarule
 import tiny_cells
 from deltarule.cli import FAILED, main
 from deltarule.errors import INTERRUPTED
-from experiments import pages, reproduce, table
+from experiments import experiment, pages, reproduce
 from experiments.processes import MachineError, devices_of, least_loaded, own_gpu, run_cells
 from experiments.records import RecordError
 from experiments.reproduce import ReproduceRun, chosen
@@ -25,9 +25,9 @@ SCRIPT = """
 import sys
 import tiny_cells
 from deltarule.cli import main
-from experiments import table
+from experiments import experiment
 
-table.EXPERIMENTS["tiny"] = "tiny_cells"
+experiment.EXPERIMENTS["tiny"] = "tiny_cells"
 tiny_cells.CELLS[:] = [tiny_cells.Tiny("slow", waits=True), tiny_cells.Tiny("quick")]
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
@@ -37,7 +37,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def cells(monkeypatch, tmp_path):
     """The cells of the experiment `tiny`, to be filled in."""
-    monkeypatch.setitem(table.EXPERIMENTS, "tiny", "tiny_cells")
+    monkeypatch.setitem(experiment.EXPERIMENTS, "tiny", "tiny_cells")
     monkeypatch.setattr(tiny_cells, "CELLS", chosen := [Tiny("a"), Tiny("b")])
     monkeypatch.chdir(tmp_path)
     return chosen
@@ -251,11 +251,11 @@ def test_published_results_make_a_page_that_keeps_what_was_written_by_hand(cells
     ):
         assert part in text
     page.write_text(text.replace("Nothing.", "Written by hand.").replace("a 3.0", "lost"))
-    pages.write_page(table.load_experiment("tiny"), docs)
+    pages.write_page(experiment.load_experiment("tiny"), docs)
     assert page.read_text() == text.replace("Nothing.", "Written by hand.")
     page.write_text("no marks")
     with pytest.raises(ValueError, match=r"tiny\.md lacks"):
-        pages.write_page(table.load_experiment("tiny"), docs)
+        pages.write_page(experiment.load_experiment("tiny"), docs)
 
 
 def test_the_index_links_every_experiment(cells, tmp_path, monkeypatch):

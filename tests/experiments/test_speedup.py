@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from deltarule.ops.delta_rule import definition
 from experiments import token_kernels, token_loop
+from experiments.experiment import load_experiment
 from experiments.speedup import SpeedupCell
-from experiments.table import load_experiment
 from tolerance import assert_close
 
 CPU = torch.device("cpu")

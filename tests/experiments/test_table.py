@@ -11,11 +11,10 @@ import torch
 
 from deltarule.models import CausalLM
 from deltarule.tasks import load_task
+from experiments.experiment import EXPERIMENTS, SCALES, load_experiment
 from experiments.pages import section
 from experiments.records import completed, plain, read_json, to_results
-from experiments.table import EXPERIMENTS, load_experiment
 from experiments.task_cell import TaskCell
-from experiments.words import SCALES
 
 DOCS = Path(__file__).parents[2] / "docs" / "experiments"
 FORMS = [(name, scale) for name in EXPERIMENTS for scale in load_experiment(name).words.needs]
@@ -82,12 +81,12 @@ def test_published_results_are_of_the_cells_that_would_run(name, scale):
 @pytest.mark.parametrize(("name", "scale"), PUBLISHED)
 def test_figure_and_table_survive_gaps_and_failures_are_told(name, scale, tmp_path):
     experiment, report = load_experiment(name), read_json(DOCS / f"{name}-{scale}.json")
-    form, results = experiment.forms[scale], to_results(report["cells"])
+    results = to_results(report["cells"])
     gone = results[0].name.partition("-seed")[0]
     left = [one for one in results if not one.name.startswith(gone)] or results
-    experiment.draw(form, left, tmp_path / "figure.png")
+    experiment.draw(scale, left, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert experiment.table(form, left).startswith(("| ", "Learned"))
+    assert experiment.table(scale, left).startswith(("| ", "Learned"))
     report["cells"][0] |= {"error": "DivergedError: at step 9", "figures": {}}
     lines = section(experiment, report, raw="results.json", picture=None)
     assert f"- `{results[0].name}`: DivergedError: at step 9" in lines

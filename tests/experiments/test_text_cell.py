@@ -12,8 +12,7 @@ from deltarule.train.documents import DataError
 from deltarule.train.evaluate import bits_per_byte
 from deltarule.train.loop import LoopOptions
 from deltarule.train.optimizer import OptimizerOptions
-from experiments.text_cell import TextCell
-from experiments.text_rows import TextRows, held_out_rows, measure, rows_at
+from experiments.text_cell import TextCell, TextRows, held_out_rows, measure, rows_at
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(

@@ -9,8 +9,7 @@ from torch import nn
 from bench import adapters
 from deltarule.models import ModelConfig, count_parameters
 from experiments import throughput
-from experiments.experiment import Result
-from experiments.table import load_experiment
+from experiments.experiment import Result, load_experiment
 from experiments.throughput import FLA, LENGTHS, MODELS, TOKENS, ThroughputCell
 
 CPU = torch.device("cpu")
@@ -109,12 +108,12 @@ def test_what_did_not_run_is_told_in_the_table():
     figures = {"lengths": {str(n): rows[n == 16_384] for n in LENGTHS}}
     ours = Result("deltarule-attention", {"peer": "deltarule", "system": "attention"}, figures)
     theirs = Result("fla-attention", ours.cell | {"peer": "fla"}, figures)
-    table = EXPERIMENT.table(EXPERIMENT.forms["gpu"], [ours, theirs])
+    table = EXPERIMENT.table("gpu", [ours, theirs])
     assert "| Softmax attention | deltarule | 1.30 B | 50.0 (55) |" in table
     assert "| - (26) | 60 |" in table
     assert "- deltarule-attention, 16384: OutOfMemoryError: too large" in table
     assert "FLA was not installed" not in table
-    assert "FLA was not installed" in EXPERIMENT.table(EXPERIMENT.forms["gpu"], [ours])
+    assert "FLA was not installed" in EXPERIMENT.table("gpu", [ours])
 
 
 def test_every_model_has_a_published_speed_at_every_length():

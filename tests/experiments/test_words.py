@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.words import figures, merged, read_settings, read_words
+from experiments.experiment import figures, merged, read_settings, read_words
 
 TEXT = """# A title
 
