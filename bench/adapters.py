@@ -64,32 +64,84 @@ class Peer(NamedTuple):
 
 
 class Side(NamedTuple):
-    """An entry ready to be called: arguments from our inputs, the call, o and state from it."""
+    """An entry, and the function that it names."""
 
-    prepare: Callable[[Tensors], Tensors]
-    call: Callable[[Tensors], Result]
     entry: Entry
+    function: Callable[..., Result]
+
+    def call(self, arguments: Tensors) -> Result:
+        if self.entry.longest is None:
+            return self.function(**arguments, **self.entry.options)
+        # All rows are as long.
+        rows = len(arguments["cu_seqlens"]) - 1
+        longest = {self.entry.longest: len(arguments["q"]) // rows}
+        return self.function(**arguments, **self.entry.options, **longest)
+
+    def prepare(self, inputs: Tensors) -> Tensors:
+        """Our inputs as the arguments of the function; gradients pass through."""
+        entry, arguments = self.entry, {}
+        if entry.steps:
+            dt, q, v = -inputs["log_decay"], inputs["q"], inputs["v"]
+            v = (v / dt.unsqueeze(-1)).to(v.dtype)
+            inputs = {**inputs, "q": q * q.shape[-1] ** -0.5, "v": v, "log_decay": dt}
+            arguments["A"] = -torch.ones(v.shape[2], device=v.device)
+        for name, x in inputs.items():
+            if name in entry.linear:
+                x = x.exp()
+            if name in entry.half:
+                x = x.bfloat16()
+            if name == "state":
+                # A step overwrites what it is given.
+                x = x.mT if entry.state_key_first else x
+                x = x.clone(memory_format=torch.contiguous_format)
+            elif entry.packed:
+                x = x.flatten(0, 1)
+            elif entry.heads_first:
+                x = x.transpose(1, 2)
+            arguments[entry.names.get(name, name)] = x
+        if entry.packed:
+            batch, tokens = inputs["q"].shape[:2]
+            device = inputs["q"].device
+            arguments["cu_seqlens"] = torch.arange(batch + 1, device=device) * tokens
+        return arguments
+
+    def through(self, inputs: Tensors) -> tuple[Tensor, Tensor | None]:
+        """From our inputs to o as [B, T, HV, V] and the state as [N, HV, V, K]."""
+        arguments = self.prepare(inputs)
+        result = self.call(arguments)
+        o, state = output(result), arguments.get("state")
+        if self.entry.heads_first:
+            o = o.transpose(1, 2)
+        if not isinstance(result, Tensor):
+            state = result[1]
+        if state is not None and self.entry.state_key_first:
+            state = state.mT
+        return o.reshape(*inputs["q"].shape[:2], *inputs["v"].shape[2:]), state
+
+
+def output(result: Result) -> Tensor:
+    """What a gradient is taken of: o, as the peer lays it out."""
+    return result if isinstance(result, Tensor) else result[0]
 
 
 def read_peers() -> dict[str, Peer]:
-    """Peers of adapters.toml; one without entries uses those of its package's name."""
+    """Peers of adapters.toml; one without entries uses those of its package's name.
+
+    Lists are tuples, and `none` names arguments that are None.
+    """
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     rows: dict[str, dict[str, Any]] = tomllib.loads(text)
     peers = {}
     for name, row in rows.items():
-        given = row.get("entries") or rows[row["package"]]["entries"]
-        entries = {operation: entry_of(entry) for operation, entry in given.items()}
-        rest = row.get("environment", {}), row.get("parts", False)
-        peers[name] = Peer(row["package"], entries, *rest)
+        entries = {}
+        for operation, given in (row.get("entries") or rows[row["package"]]["entries"]).items():
+            none = dict.fromkeys(given.get("none", ()))
+            words: Any = {x: y for x, y in given.items() if x != "none"}
+            words |= {x: tuple(y) for x, y in words.items() if isinstance(y, list)}
+            entry = Entry(**words)
+            entries[operation] = entry._replace(options={**entry.options, **none})
+        peers[name] = Peer(row["package"], entries, row.get("environment", {}), "parts" in row)
     return peers
-
-
-def entry_of(row: Mapping[str, Any]) -> Entry:
-    """The entry of a row, whose lists are tuples and whose `none` are arguments that are None."""
-    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-    none = dict.fromkeys(given.pop("none", ()))
-    entry = Entry(**given)
-    return entry._replace(options={**entry.options, **none})
 
 
 PEERS = read_peers()
@@ -105,91 +157,27 @@ def installed(name: str) -> bool:
 
 def operations_of(name: str) -> list[str]:
     """The operations that a peer has; ours are all but softmax attention, which is PyTorch's."""
-    if name == OURS:
-        return [operation for operation in OPERATIONS if operation != "softmax"]
-    return [operation for operation in OPERATIONS if operation in PEERS[name].entries]
+    has = set(OPERATIONS) - {"softmax"} if name == OURS else set(PEERS[name].entries)
+    return [operation for operation in OPERATIONS if operation in has]
 
 
-def own_entry(name: str, impl: str) -> Entry:
+def side(peer: str, name: str, impl: str) -> Side:
+    """Import a peer's function, or ours."""
     operation = OPERATIONS[name]
-    options: dict[str, Any] = {"impl": impl}
-    if operation.n_steps > 1:
-        options["n_steps"] = operation.n_steps
-    if operation.erase == "none":
-        options["beta"] = None
-    function = {"dplr": "dplr", "decode": "recurrent_step"}.get(name, "delta_rule")
-    return Entry("deltarule.ops", function, names={}, options=options, state_key_first=False)
-
-
-def side(peer: str, operation: str, impl: str) -> Side:
-    """Import a peer's function, or ours, and make it ready for our inputs."""
-    if operation not in operations_of(peer):
-        raise ValueError(f"{peer} has no {OPERATIONS[operation].title}")
-    entry = own_entry(operation, impl) if peer == OURS else PEERS[peer].entries[operation]
-    if peer != OURS and PEERS[peer].parts:
-        without_its_own_imports(PEERS[peer].package)
-    function = getattr(importlib.import_module(entry.module), entry.function)
-    options = dict(entry.options)
-
-    def call(arguments: Tensors) -> Result:
-        if entry.longest is None:
-            return function(**arguments, **options)
-        # All rows are as long.
-        rows = len(arguments["cu_seqlens"]) - 1
-        longest = {entry.longest: len(arguments["q"]) // rows}
-        return function(**arguments, **options, **longest)
-
-    return Side(prepare=lambda inputs: prepare(entry, inputs), call=call, entry=entry)
-
-
-def without_its_own_imports(package: str) -> None:
-    """Have modules of a package found, and the package itself be empty."""
-    spec = importlib.util.find_spec(package)
-    if package not in sys.modules and spec is not None:
-        sys.modules[package] = importlib.util.module_from_spec(spec)
-
-
-def prepare(entry: Entry, inputs: Tensors) -> Tensors:
-    """Our inputs as the arguments of a peer's function; gradients pass through."""
-    arguments = {}
-    if entry.steps:
-        dt, q, v = -inputs["log_decay"], inputs["q"], inputs["v"]
-        v = (v / dt.unsqueeze(-1)).to(v.dtype)
-        inputs = {**inputs, "q": q * q.shape[-1] ** -0.5, "v": v, "log_decay": dt}
-        arguments["A"] = -torch.ones(v.shape[2], device=v.device)
-    for name, x in inputs.items():
-        if name in entry.linear:
-            x = x.exp()
-        if name in entry.half:
-            x = x.bfloat16()
-        if name == "state":
-            # A step overwrites what it is given.
-            x = (x.mT if entry.state_key_first else x).clone(memory_format=torch.contiguous_format)
-        elif entry.packed:
-            x = x.flatten(0, 1)
-        elif entry.heads_first:
-            x = x.transpose(1, 2)
-        arguments[entry.names.get(name, name)] = x
-    if entry.packed:
-        batch, tokens = inputs["q"].shape[:2]
-        device = inputs["q"].device
-        arguments["cu_seqlens"] = torch.arange(batch + 1, device=device) * tokens
-    return arguments
-
-
-def output(entry: Entry, result: Result) -> Tensor:
-    """What a gradient is taken of: o, as the peer lays it out."""
-    return result if isinstance(result, Tensor) else result[0]
-
-
-def in_our_layout(
-    entry: Entry, result: Result, arguments: Tensors, shape: tuple[int, ...]
-) -> tuple[Tensor, Tensor | None]:
-    """The o of a result as [B, T, HV, V], which is `shape`, and its state as [N, HV, V, K]."""
-    o = output(entry, result)
-    if entry.heads_first:
-        o = o.transpose(1, 2)
-    state = arguments.get("state") if isinstance(result, Tensor) else result[1]
-    if state is not None and entry.state_key_first:
-        state = state.mT
-    return o.reshape(shape), state
+    if name not in operations_of(peer):
+        raise ValueError(f"{peer} has no {operation.title}")
+    if peer == OURS:
+        options: dict[str, Any] = {"impl": impl}
+        if operation.n_steps > 1:
+            options["n_steps"] = operation.n_steps
+        if operation.erase == "none":
+            options["beta"] = None
+        function = {"dplr": "dplr", "decode": "recurrent_step"}.get(name, "delta_rule")
+        entry = Entry("deltarule.ops", function, {}, options, state_key_first=False)
+    else:
+        entry, package = PEERS[peer].entries[name], PEERS[peer].package
+        spec = importlib.util.find_spec(package)
+        if PEERS[peer].parts and package not in sys.modules and spec is not None:
+            # Its modules are found, and the package itself is empty.
+            sys.modules[package] = importlib.util.module_from_spec(spec)
+    return Side(entry, getattr(importlib.import_module(entry.module), entry.function))

@@ -61,9 +61,6 @@ TINY = "1x64-h16"
 CHECKED = Shape("checked", 1, 512, 16, 16, 128, 128)
 CHECKED_STEP = Shape("checked", 4, 1, 16, 32, 128, 128)
 
-# What the names of inputs stand for; a missing one is no argument of the operator.
-ROUNDED = ("beta", "log_decay")
-
 
 def draw(operation: Operation, shape: Shape, *, device: str, seed: int = 0) -> Tensors:
     """Inputs of a case: unit q and k, decays of some 0.98 a token, everything exact in bfloat16.
@@ -92,16 +89,13 @@ def draw(operation: Operation, shape: Shape, *, device: str, seed: int = 0) -> T
         sizes = gates if operation.decay == "head" else (*gates, key_size)
         inputs["log_decay"] = F.logsigmoid(normal(*sizes) + 4)
     if operation.erase == "free":
-        inputs |= free_erase(normal(*gates, key_size), normal(*gates, 1))
+        # As RWKV-7 makes them: a = -k', b = strength * k', with a unit k'.
+        unit, strength = F.normalize(normal(*gates, key_size), dim=-1), normal(*gates, 1)
+        inputs |= {"a": (-unit).bfloat16(), "b": (unit * strength.sigmoid()).bfloat16()}
     if operation is OPERATIONS["decode"]:
         inputs["state"] = normal(batch, value_heads, value_size, key_size)
-    return inputs | {name: inputs[name].bfloat16().float() for name in ROUNDED if name in inputs}
-
-
-def free_erase(direction: Tensor, strength: Tensor) -> Tensors:
-    """Erase vectors as RWKV-7 makes them: a = -k', b = strength * k', with a unit k'."""
-    unit = F.normalize(direction, dim=-1)
-    return {"a": (-unit).bfloat16(), "b": (unit * strength.sigmoid()).bfloat16()}
+    rounded = [name for name in ("beta", "log_decay") if name in inputs]
+    return inputs | {name: inputs[name].bfloat16().float() for name in rounded}
 
 
 def pick(given: tuple[str, ...], known: dict[str, Any], flag: str) -> list[str]:

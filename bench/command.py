@@ -12,8 +12,7 @@ import torch
 
 from bench import adapters, cpu, model, results
 from bench.cases import CHECKED, CHECKED_STEP, OPERATIONS, SHAPES, TINY, TRAIN, pick
-from bench.figure import draw_figure
-from bench.report import timings
+from bench.report import draw_figure, timings
 from bench.table import show
 from bench.worker import Setting, attempt
 from deltarule.nearest import check_known
@@ -109,9 +108,8 @@ def need_gpu() -> None:
 
 def chosen_peers(given: tuple[str, ...], compared: tuple[str, ...]) -> list[str]:
     """The requested peers; by default this library and the installed ones."""
-    known = dict.fromkeys((adapters.OURS, *adapters.PEERS))
     if given:
-        return pick(given, known, "--peer")
+        return pick(given, dict.fromkeys((adapters.OURS, *adapters.PEERS)), "--peer")
     return [adapters.OURS, *(name for name in compared if adapters.installed(name))]
 
 
@@ -119,8 +117,8 @@ def cases_of(run: BenchRun, peer: str) -> list[Row]:
     """What a peer is to do, the times first."""
     has = adapters.operations_of(peer)
     operations = [name for name in pick(run.op, OPERATIONS, "--op") if name in has]
-    shapes = {name: matching(run, name) for name in operations}
-    return [case for kind in run.measure for case in CASES[kind](run, shapes)]
+    shapes = [(name, matching(run, name)) for name in operations]
+    return [case for kind in run.measure for one in shapes for case in of_kind(run, kind, *one)]
 
 
 def matching(run: BenchRun, operation: str) -> list[str]:
@@ -140,37 +138,23 @@ def fits(asked: str, name: str) -> bool:
     return asked in name
 
 
-def time_cases(run: BenchRun, shapes: dict[str, list[str]]) -> Iterator[Row]:
-    """Every operation at its shapes, each pass on its own: a backward pass may hang or crash.
+def of_kind(run: BenchRun, kind: Measure, operation: str, names: list[str]) -> Iterator[Row]:
+    """Cases of one kind of one operation; a decoding step has no backward pass.
 
-    A decoding step has none.
+    Each pass is timed on its own, as a backward pass may hang or crash; calls are at a size that
+    keeps the GPU idle, first calls at the shape of training.
     """
-    for operation, names in shapes.items():
-        forward_only = run.forward_only or operation == "decode"
+    step, forward_only = operation == "decode", run.forward_only or operation == "decode"
+    if kind == "time":
         for name in names:
             for backward in (False,) if forward_only else (False, True):
-                yield case("time", operation, SHAPES[name], backward)
-
-
-def error_cases(run: BenchRun, shapes: dict[str, list[str]]) -> Iterator[Row]:
-    for operation, names in shapes.items():
-        if names:
-            checked = CHECKED_STEP if operation == "decode" else CHECKED
-            yield case("error", operation, checked, not run.forward_only)
-
-
-def overhead_cases(run: BenchRun, shapes: dict[str, list[str]]) -> Iterator[Row]:
-    """Calls at a size that keeps the GPU idle."""
-    return (case("overhead", name, SHAPES[TINY], False) for name in shapes if name in HOST_BOUND)
-
-
-def cold_cases(run: BenchRun, shapes: dict[str, list[str]]) -> Iterator[Row]:
-    """First calls of operations that have a backward pass at the shape of training."""
-    trained = (name for name, all_shapes in shapes.items() if TRAIN in all_shapes)
-    return (case("cold", name, SHAPES[TRAIN], True) for name in trained if name != "softmax")
-
-
-CASES = {"time": time_cases, "error": error_cases, "overhead": overhead_cases, "cold": cold_cases}
+                yield case(kind, operation, SHAPES[name], backward)
+    elif kind == "error" and names:
+        yield case(kind, operation, CHECKED_STEP if step else CHECKED, not run.forward_only)
+    elif kind == "overhead" and operation in HOST_BOUND:
+        yield case(kind, operation, SHAPES[TINY], False)
+    elif kind == "cold" and TRAIN in names and operation != "softmax":
+        yield case(kind, operation, SHAPES[TRAIN], True)
 
 
 def case(kind: str, operation: str, shape: tuple[Any, ...], backward: bool) -> Row:

@@ -47,7 +47,6 @@ class Products(NamedTuple):
     cv: int
 
     def per_row(self, shape: Shape) -> int:
-        """Multiply-adds at these sizes."""
         k, v = shape.key_size, shape.value_size
         return self.kv * k * v + self.ck * CHUNK * k + self.cv * CHUNK * v
 
@@ -89,15 +88,22 @@ def count(operation: Operation, shape: Shape, *, backward: bool) -> Count:
         >>> round(count(OPERATIONS["gdn"], shape, backward=True).floor_ms, 3)
         0.381
     """
-    moved = forward_bytes(operation, shape)
-    if operation is OPERATIONS["decode"]:
-        return Count(moved, 2 * 3 * state_numbers(shape))
-    products = attention_products if operation is OPERATIONS["softmax"] else chunk_products
+    softmax, decode = (operation is OPERATIONS[name] for name in ("softmax", "decode"))
+    rows = shape.batch * shape.tokens * shape.value_heads
+    inputs, output = input_bytes(operation, shape), HALF * rows * shape.value_size
+    state = shape.batch * shape.value_heads * shape.value_size * shape.key_size
+    # Inputs read, o and the final state written; a decoding step reads its state too.
+    moved = inputs + output + (0 if softmax else 2 if decode else 1) * SINGLE * state
+    if decode:
+        return Count(moved, 2 * 3 * state)
+    products = attention_products if softmax else chunk_products
     done = products(operation, shape, backward=False)
     if backward:
-        moved += backward_bytes(operation, shape)
+        # Inputs and the gradient of o read again, a gradient written for each input; softmax
+        # attention reads o as well, for the sums of its rows.
+        moved += 2 * inputs + (2 if softmax else 1) * output
         done += products(operation, shape, backward=True)
-    return Count(moved, 2 * done)
+    return Count(moved, 2 * rows * done)
 
 
 def input_bytes(operation: Operation, shape: Shape) -> int:
@@ -116,45 +122,18 @@ def input_bytes(operation: Operation, shape: Shape) -> int:
     return total
 
 
-def forward_bytes(operation: Operation, shape: Shape) -> int:
-    """Inputs read, o and the final state written; a decoding step reads its state too."""
-    total = input_bytes(operation, shape) + output_bytes(shape)
-    if operation is OPERATIONS["softmax"]:
-        return total
-    states = 2 if operation is OPERATIONS["decode"] else 1
-    return total + states * SINGLE * state_numbers(shape)
-
-
-def backward_bytes(operation: Operation, shape: Shape) -> int:
-    """Inputs and the gradient of o read again, a gradient written for each input.
-
-    Softmax attention reads o as well, for the sums of its rows.
-    """
-    reads = 2 if operation is OPERATIONS["softmax"] else 1
-    return 2 * input_bytes(operation, shape) + reads * output_bytes(shape)
-
-
-def output_bytes(shape: Shape) -> int:
-    return HALF * shape.batch * shape.tokens * shape.value_heads * shape.value_size
-
-
-def state_numbers(shape: Shape) -> int:
-    return shape.batch * shape.value_heads * shape.value_size * shape.key_size
-
-
 def chunk_products(operation: Operation, shape: Shape, *, backward: bool) -> int:
-    """Multiply-adds of one pass of the chunked form; the backward pass is given the states."""
+    """Multiply-adds a token and head of the chunked form, whose backward pass has the states."""
     token = BACKWARD_TOKEN if backward else FORWARD_TOKEN
     row = (BACKWARD_ROW if backward else FORWARD_ROW)[operation.erase]
-    each = token.per_row(shape) + operation.n_steps * row.per_row(shape)
-    return shape.batch * shape.tokens * shape.value_heads * each
+    return token.per_row(shape) + operation.n_steps * row.per_row(shape)
 
 
 def attention_products(operation: Operation, shape: Shape, *, backward: bool) -> int:
-    """Multiply-adds of causal attention: half of T^2 pairs; K for the scores and V for the sum.
+    """Multiply-adds a token and head of causal attention, which reads half of all tokens.
 
-    The backward pass makes the scores again, and dV, dP, dQ and dK from them.
+    K for the scores, V for the sum; the backward pass makes the scores again, and dV, dP, dQ and dK
+    from them.
     """
-    pairs = shape.batch * shape.value_heads * shape.tokens**2 // 2
     k, v = shape.key_size, shape.value_size
-    return pairs * (3 * k + 2 * v if backward else k + v)
+    return shape.tokens * (3 * k + 2 * v if backward else k + v) // 2

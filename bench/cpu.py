@@ -6,6 +6,7 @@ with unit q and k, normalised inside the operator on both sides, and alpha_t for
 delta rule) or each key channel (KDA).
 """
 
+import inspect
 import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -13,16 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench import measure, peers, results
+from bench import results
 from bench.markdown import markdown
-from bench.measure import Operator
+from bench.timing import Operator, both_passes, interleaved_seconds
 from deltarule.doctor.bars import relative_rms
 from deltarule.ops import delta_rule
 from deltarule.ops.dispatch import Impl
+from deltarule.train.extra import require
 
 
 class Shape(NamedTuple):
@@ -38,19 +41,35 @@ class Case(NamedTuple):
     """A peer, the decay it takes, and what is asked of us beside it."""
 
     title: str
-    peer: Operator
+    module: str
+    function: str
     decay_per_channel: bool
     least_speedup: float
     most_saved: float
 
+    def theirs(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """By transformers' own fallback without a kernel package, as its model calls it."""
+        found = getattr(require(f"transformers.models.{self.module}", "hf"), self.function)
+        q, k, v, g, beta = (inputs[name] for name in ("q", "k", "v", "log_decay", "beta"))
+        # Unwrapped: the decorator would prefer a kernel package, were one installed.
+        o: Tensor = inspect.unwrap(found)(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+        return o
 
+
+QWEN = "qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule"
+KIMI = "kimi_linear.modeling_kimi_linear", "chunk_kimi_delta_attention"
 CASES = {
-    "gated_delta_rule": Case("gated delta rule", peers.gated_delta_rule, False, 2.0, 0.5),
-    "kda": Case("KDA", peers.kda, True, 3.0, 0.1),
+    "gated_delta_rule": Case("gated delta rule", *QWEN, False, 2.0, 0.5),
+    "kda": Case("KDA", *KIMI, True, 3.0, 0.1),
 }
 TIMED = Shape(batch=2, tokens=2048, heads=4, channels=64)
 # The float64 loop that errors are measured against keeps a state for every token.
 CHECKED = Shape(batch=1, tokens=256, heads=2, channels=64)
+
+
+def transformers_version() -> dict[str, str]:
+    """The version of transformers, or the error that names the missing extra."""
+    return {"transformers": require("transformers", "hf").__version__}
 
 
 def main(
@@ -67,41 +86,44 @@ def main(
     """
     if repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {repeats}")
-    report = conditions(repeats) | {
-        "timed_shape": timed._asdict(),
-        "checked_shape": checked._asdict(),
-        "comparisons": [
-            compare(name, repeats, timed=timed, checked=checked, impl=impl) for name in CASES
-        ],
-    }
+    report = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": results.versions() | transformers_version(), "architecture": platform.machine(),
+        "threads": torch.get_num_threads(), "dtype": "float32", "repeats": repeats,
+        "timed_shape": timed._asdict(), "checked_shape": checked._asdict(),
+        "comparisons": [compare(name, repeats, timed, checked, impl) for name in CASES],
+    }  # fmt: skip
     print(table(report))
     if output is not None:
         results.save(report, output)
     return report
 
 
-def compare(name: str, repeats: int, *, timed: Shape, checked: Shape, impl: Impl) -> dict[str, Any]:
+def compare(name: str, repeats: int, timed: Shape, checked: Shape, impl: Impl) -> dict[str, Any]:
+    """Seconds, bytes saved and relative RMS errors of o and every gradient, of each side."""
     case = CASES[name]
-    sides = {"deltarule": ours(impl), "transformers": case.peer}
-    inputs, grad_output = draw(timed, case.decay_per_channel)
-    runs = {
-        side: partial(measure.forward_backward, operator, inputs, grad_output)
-        for side, operator in sides.items()
-    }
-    seconds = measure.interleaved_seconds(runs, repeats)
-    errors = error_of_each(sides, checked, case.decay_per_channel)
-    tokens_and_heads = timed.batch * timed.tokens * timed.heads
+    sides: dict[str, Operator] = {"deltarule": ours(impl), "transformers": case.theirs}
+    inputs, grad = draw(timed, case.decay_per_channel)
+    runs = {side: partial(both_passes, operator, inputs, grad) for side, operator in sides.items()}
+    seconds = interleaved_seconds(runs, repeats)
+    few, grad = draw(checked, case.decay_per_channel)
+    exact = named({x: y.double() for x, y in few.items()}, ours("reference"), grad.double())
     figures = {}
     for side, operator in sides.items():
-        saved = measure.saved_bytes(operator, inputs)
+        saved, found = saved_bytes(operator, inputs), named(few, operator, grad)
+        lower, median, upper = np.percentile(seconds[side], [25, 50, 75]).tolist()
         figures[side] = {
-            "seconds": seconds[side],
-            **measure.spread(seconds[side]),
-            "saved_bytes": saved,
-            "saved_bytes_per_token_and_head": saved / tokens_and_heads,
-            "relative_errors": errors[side],
-        }
+            "seconds": seconds[side], "median": median,
+            "lower_quartile": lower, "upper_quartile": upper, "saved_bytes": saved,
+            "saved_bytes_per_token_and_head": saved / (timed.batch * timed.tokens * timed.heads),
+            "relative_errors": {x: relative_rms(y, exact[x]) for x, y in found.items()},
+        }  # fmt: skip
     return {"name": name, "impl": impl} | figures | verdict(case, **figures)
+
+
+def named(inputs: Mapping[str, Tensor], operator: Operator, grad: Tensor) -> dict[str, Tensor]:
+    o, gradients = both_passes(operator, inputs, grad)
+    return {"o": o} | {f"grad {name}": x for name, x in gradients.items()}
 
 
 def verdict(
@@ -111,30 +133,10 @@ def verdict(
     speedup = transformers["median"] / deltarule["median"]
     saved = deltarule["saved_bytes"] / transformers["saved_bytes"]
     return {
-        "speedup": speedup,
-        "least_speedup": case.least_speedup,
-        "saved_ratio": saved,
-        "most_saved_ratio": case.most_saved,
+        "speedup": speedup, "least_speedup": case.least_speedup,
+        "saved_ratio": saved, "most_saved_ratio": case.most_saved,
         "met": speedup >= case.least_speedup and saved <= case.most_saved,
-    }
-
-
-def error_of_each(
-    sides: Mapping[str, Operator], shape: Shape, decay_per_channel: bool
-) -> dict[str, dict[str, float]]:
-    """Relative RMS error of the output and every gradient against the float64 definition."""
-    inputs, grad_output = draw(shape, decay_per_channel)
-    exact = {name: x.double() for name, x in inputs.items()}
-    reference = _named(*measure.forward_backward(ours("reference"), exact, grad_output.double()))
-    errors = {}
-    for side, operator in sides.items():
-        results = _named(*measure.forward_backward(operator, inputs, grad_output))
-        errors[side] = {name: relative_rms(x, reference[name]) for name, x in results.items()}
-    return errors
-
-
-def _named(output: Tensor, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"o": output} | {f"grad {name}": x for name, x in gradients.items()}
+    }  # fmt: skip
 
 
 def ours(impl: Impl) -> Operator:
@@ -149,54 +151,54 @@ def ours(impl: Impl) -> Operator:
 def draw(shape: Shape, decay_per_channel: bool) -> tuple[dict[str, Tensor], Tensor]:
     """Inputs as a freshly initialised layer makes them, the same on every call, and d loss/d o."""
     generator = torch.Generator().manual_seed(0)
-    batch, tokens, heads, channels = shape
-    q, k, v, grad_output = torch.randn(
-        4, batch, tokens, heads, channels, generator=generator
-    ).unbind()
-    gates = (batch, tokens, heads, channels) if decay_per_channel else (batch, tokens, heads)
+    q, k, v, grad = torch.randn(4, *shape, generator=generator).unbind()
+    gates = shape if decay_per_channel else shape[:3]
     # Half-lives from some tens to some thousands of tokens.
     log_decay = -0.02 * F.softplus(torch.randn(gates, generator=generator))
-    beta = torch.rand(batch, tokens, heads, generator=generator)
-    return {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay}, grad_output
+    beta = torch.rand(shape[:3], generator=generator)
+    return {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay}, grad
 
 
-def conditions(repeats: int) -> dict[str, Any]:
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": results.versions() | peers.versions(), "architecture": platform.machine(),
-        "threads": torch.get_num_threads(), "dtype": "float32", "repeats": repeats,
-    }  # fmt: skip
+def saved_bytes(operator: Operator, inputs: Mapping[str, Tensor]) -> int:
+    """Bytes that autograd holds between forward and backward, each storage counted once."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        # Held until the end: a freed address could be given to another storage.
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        operator(leaves)
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def table(report: Mapping[str, Any]) -> str:
     """The report for a reader."""
     shape, versions = Shape(**report["timed_shape"]), report["versions"]
-    lines = [
+    rows, verdicts = [], []
+    for one in report["comparisons"]:
+        title = CASES[one["name"]].title
+        for side in ("deltarule", "transformers"):
+            figures = one[side]
+            errors = dict(figures["relative_errors"])
+            rows.append([
+                title, side, f"{figures['median']:.3f}",
+                f"{figures['lower_quartile']:.3f} to {figures['upper_quartile']:.3f}",
+                f"{figures['saved_bytes'] / 2**20:.1f}",
+                f"{figures['saved_bytes_per_token_and_head'] / 2**10:.2f}",
+                f"{errors.pop('o'):.1e}", f"{max(errors.values()):.1e}",
+            ])  # fmt: skip
+        verdicts.append(
+            f"{title}: {one['speedup']:.2f} x faster (asked: {one['least_speedup']:g}), "
+            f"{one['saved_ratio']:.3f} of the saved bytes (asked: {one['most_saved_ratio']:g}): "
+            f"{'met' if one['met'] else 'NOT met'}"
+        )
+    about = (
         f"float32, forward and backward, [{shape.batch}, {shape.tokens}, {shape.heads} heads, "
         f"K = V = {shape.channels}], CPU threads: {report['threads']}, torch {versions['torch']}, "
-        f"transformers {versions['transformers']}",
-        "",
-    ]
+        f"transformers {versions['transformers']}"
+    )
     heads = ["operator", "side", "median s", "middle half", "saved MiB", "KiB/token-head"]
-    rows = [
-        cells_of(CASES[comparison["name"]].title, side, comparison[side])
-        for comparison in report["comparisons"]
-        for side in ("deltarule", "transformers")
-    ]
-    lines += [*markdown([*heads, "error o", "worst grad"], rows), ""]
-    lines += [
-        f"{CASES[one['name']].title}: {one['speedup']:.2f} x faster (asked: "
-        f"{one['least_speedup']:g}), {one['saved_ratio']:.3f} of the saved bytes (asked: "
-        f"{one['most_saved_ratio']:g}): {'met' if one['met'] else 'NOT met'}"
-        for one in report["comparisons"]
-    ]
-    return "\n".join(lines)
-
-
-def cells_of(title: str, side: str, figures: Mapping[str, Any]) -> list[str]:
-    errors = dict(figures["relative_errors"])
-    middle = f"{figures['lower_quartile']:.3f} to {figures['upper_quartile']:.3f}"
-    saved = f"{figures['saved_bytes'] / 2**20:.1f}"
-    each = f"{figures['saved_bytes_per_token_and_head'] / 2**10:.2f}"
-    worst = [f"{errors.pop('o'):.1e}", f"{max(errors.values()):.1e}"]
-    return [title, side, f"{figures['median']:.3f}", middle, saved, each, *worst]
+    return "\n".join([about, "", *markdown([*heads, "error o", "worst grad"], rows), "", *verdicts])

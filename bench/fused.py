@@ -7,39 +7,51 @@ off until it is timed is on in "fused"; "chosen" is what calls take as they are.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bench import results
-from bench.timing import eager_ms, extra_mib
+from bench.timing import both_passes, eager_ms, extra_mib
 from deltarule import delta_rule
 from deltarule.ops.dispatch import forget_calls
 
 REPEATS = 20
-# Batch, tokens, key heads, value heads, channels, writes a token, decays, erase, unit norm, and of
-# packed calls the lengths.
-CASES: dict[str, tuple[Any, ...]] = {
-    "gated 8x4096 16/16": (8, 4096, 16, 16, 128, 1, True, True, False, ()),
-    "gated 4x4096 16/64": (4, 4096, 16, 64, 128, 1, True, True, False, ()),
-    "gated 8x4096 32/32 K=V=64": (8, 4096, 32, 32, 64, 1, True, True, False, ()),
-    "no decay 8x4096 16/16": (8, 4096, 16, 16, 128, 1, False, True, False, ()),
-    "no erase 8x4096 16/16": (8, 4096, 16, 16, 128, 1, True, False, False, ()),
-    "gated, unit norm 8x4096 16/16": (8, 4096, 16, 16, 128, 1, True, True, True, ()),
-    "gated, two writes 8x4096 16/16": (8, 4096, 16, 16, 128, 2, True, True, False, ()),
-    "no decay, two writes 8x4096 16/16": (8, 4096, 16, 16, 128, 2, False, True, False, ()),
-    "gated 8x4090 16/16": (8, 4090, 16, 16, 128, 1, True, True, False, ()),
-    "gated packed 8 of 4096 16/16": (1, 32768, 16, 16, 128, 1, True, True, False, (4096,) * 8),
-    "gated packed 250 and 262, 64 times, 16/16": (
-        1, 32768, 16, 16, 128, 1, True, True, False, (250, 262) * 64,
-    ),
-    "gated packed 100 and 28, 256 times, 16/16": (
-        1, 32768, 16, 16, 128, 1, True, True, False, (100, 28) * 256,
-    ),
-}  # fmt: skip
+
+
+class Call(NamedTuple):
+    """Sizes of a call with `steps` writes a token; of packed calls the lengths of rows."""
+
+    batch: int = 8
+    tokens: int = 4096
+    heads: int = 16
+    value_heads: int = 16
+    size: int = 128
+    steps: int = 1
+    decay: bool = True
+    erase: bool = True
+    norm: bool = False
+    lengths: tuple[int, ...] = ()
+
+
+PACKED = Call(1, 32768)
+CASES = {
+    "gated 8x4096 16/16": Call(),
+    "gated 4x4096 16/64": Call(4, value_heads=64),
+    "gated 8x4096 32/32 K=V=64": Call(heads=32, value_heads=32, size=64),
+    "no decay 8x4096 16/16": Call(decay=False),
+    "no erase 8x4096 16/16": Call(erase=False),
+    "gated, unit norm 8x4096 16/16": Call(norm=True),
+    "gated, two writes 8x4096 16/16": Call(steps=2),
+    "no decay, two writes 8x4096 16/16": Call(steps=2, decay=False),
+    "gated 8x4090 16/16": Call(tokens=4090),
+    "gated packed 8 of 4096 16/16": PACKED._replace(lengths=(4096,) * 8),
+    "gated packed 250 and 262, 64 times, 16/16": PACKED._replace(lengths=(250, 262) * 64),
+    "gated packed 100 and 28, 256 times, 16/16": PACKED._replace(lengths=(100, 28) * 256),
+}
 
 
 @contextlib.contextmanager
@@ -48,68 +60,56 @@ def variant(name: str) -> Iterator[None]:
     from deltarule.ops.delta_rule.gluon import stage
 
     on = name == "fused"
-    settings = [
-        (stage, "fills", lambda inputs, processors: on), (stage, "TRAINING", on),
-        (stage, "STEPS_TIMED", 2),
-    ]  # fmt: skip
-    settings = [] if name == "chosen" else settings
+    settings = {"fills": lambda inputs, processors: on, "TRAINING": on, "STEPS_TIMED": 2}
     # Another tree, whose kernels lack a variant, may lack its constant, too.
-    before = [(of, key, getattr(of, key)) for of, key, _ in settings if hasattr(of, key)]
+    before = {key: getattr(stage, key) for key in settings if hasattr(stage, key)}
     try:
-        for of, key, value in settings:
-            setattr(of, key, value)
+        for key, value in settings.items() if name != "chosen" else ():
+            setattr(stage, key, value)
         forget_calls()
         yield
     finally:
-        for of, key, value in before:
-            setattr(of, key, value)
+        for key, value in before.items():
+            setattr(stage, key, value)
         forget_calls()
 
 
-def call_of(case: tuple[Any, ...], device: str = "cuda") -> dict[str, Any]:
-    """Random arguments of `delta_rule`; keys of unit length."""
-    batch, tokens, heads, value_heads, size, steps, decay, erase, norm, lengths = case
+def figures(call: Call, device: str = "cuda") -> Iterator[tuple[str, results.Row]]:
+    """Figures of each variant on the same random arguments, keys of unit length."""
+    batch, tokens, heads, value_heads, size, steps, *_ = call
     rows = tokens * steps
-    q = torch.randn(batch, tokens, heads, size, device=device)
+    q = torch.randn(batch, tokens, heads, size, device=device).bfloat16()
     k = torch.nn.functional.normalize(torch.randn(batch, rows, heads, size, device=device), dim=-1)
     v = torch.randn(batch, rows, value_heads, size, device=device).bfloat16()
     gates = torch.rand(batch, rows, value_heads, device=device)
-    offsets = torch.tensor([0, *lengths], device=device).cumsum(0).int() if lengths else None
-    return {
-        "q": q.bfloat16(), "k": k.bfloat16(), "v": v, "beta": gates if erase else None,
-        "log_decay": -0.1 * gates[:, :tokens] if decay else None, "n_steps": steps,
-        "normalize_qk": norm, "cu_seqlens": offsets,
-    }  # fmt: skip
+    tensors = {"q": q, "k": k.bfloat16(), "v": v}
+    given: dict[str, Any] = {"n_steps": steps, "normalize_qk": call.norm, "return_state": False}
+    if call.lengths:
+        given["cu_seqlens"] = torch.tensor([0, *call.lengths], device=device).cumsum(0).int()
+    if call.decay:
+        tensors["log_decay"] = -0.1 * gates[:, :tokens]
+    if call.erase:
+        tensors["beta"] = gates
+    else:
+        given["beta"] = None
 
+    def run(inputs: Mapping[str, Any]) -> Tensor:
+        return delta_rule(**inputs, **given).o
 
-def forward(call: dict[str, Any]) -> Tensor:
-    return delta_rule(**call, return_state=False).o
-
-
-def both(call: dict[str, Any], weight: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of a weighted sum of o by all that may have one."""
-    floating = {x: y for x, y in call.items() if isinstance(y, Tensor) and y.is_floating_point()}
-    leaves = {name: x.detach().requires_grad_() for name, x in floating.items()}
-    return torch.autograd.grad(forward(call | leaves), list(leaves.values()), weight)
-
-
-def figures(case: tuple[Any, ...], device: str = "cuda") -> Iterator[tuple[str, results.Row]]:
-    """Figures of each variant on the same arguments."""
-    call = call_of(case, device)
-    weight = torch.randn_like(forward(call))
+    weight = torch.randn_like(v[:, :tokens])
+    passes = partial(run, tensors), partial(both_passes, run, tensors, weight)
     for name in ("triton", "fused", "chosen"):
         with variant(name):
-            passes = partial(forward, call), partial(both, call, weight)
-            once, twice = (eager_ms([run], REPEATS) for run in passes)
+            once, twice = (eager_ms([timed], REPEATS) for timed in passes)
             extra = extra_mib(passes[1])
         yield name, {"forward_ms": once, "both_ms": twice, "both_extra_mib": extra}
 
 
 def found(_: results.Row) -> Iterator[results.Found]:
     """The figures of all calls."""
-    for call, case in CASES.items():
-        for name, row in figures(case):
-            yield name, {"kind": "fused", "call": call}, row
+    for title, call in CASES.items():
+        for name, row in figures(call):
+            yield name, {"kind": "fused", "call": title}, row
 
 
 if __name__ == "__main__":

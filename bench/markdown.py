@@ -19,16 +19,13 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
         >>> markdown(["system", "loss"], [["GLA", "1.5"]])
         ['| system | loss |', '|---|---|', '| GLA | 1.5 |']
     """
-    return [_line(heads), "|---" * len(heads) + "|", *map(_line, rows)]
+    lines = ((cell.replace("|", "\\|") for cell in cells) for cells in (heads, *rows))
+    first, *others = (f"| {' | '.join(cells)} |" for cells in lines)
+    return [first, "|---" * len(heads) + "|", *others]
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The rows joined into one text."""
     return "\n".join(markdown(heads, rows))
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def write_between(page: Path, marks: Marks, lines: Sequence[str], *, new: str = "") -> None:

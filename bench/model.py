@@ -68,22 +68,18 @@ def time_steps(
     text = torch.randint(vocab_size, (batch, tokens + 1), device=device)
     losses: list[Tensor] = []
 
-    def step() -> None:
-        loss = loss_of(text)
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-        losses[:] = [loss.detach()]
+    def several(count: int) -> None:
+        for _ in range(count):
+            loss = loss_of(text)
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+            losses[:] = [loss.detach()]
 
-    def several() -> None:
-        for _ in range(steps):
-            step()
-
-    first = timing.host_seconds(step)
-    for _ in range(warm_up):
-        step()
+    first = timing.host_seconds(lambda: several(1))
+    several(warm_up)
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
-    seconds = timing.host_seconds(several) / steps
+    seconds = timing.host_seconds(lambda: several(steps)) / steps
     return {
         "first_s": first, "step_s": seconds, "tokens_per_s": batch * tokens / seconds,
         "peak_GiB": None if device == "cpu" else torch.cuda.max_memory_allocated() / GIB,
@@ -121,10 +117,12 @@ def build_fla(
     Its sizes are ours in its names, and `options` what ours does not decide.
     """
     models = importlib.import_module("fla.models")
-    sizes = {"hidden_size": ours.hidden_size, "num_hidden_layers": ours.num_layers}
-    words = {"vocab_size": ours.vocab_size, "tie_word_embeddings": ours.tie_embeddings}
+    sizes = {
+        "hidden_size": ours.hidden_size, "num_hidden_layers": ours.num_layers,
+        "vocab_size": ours.vocab_size, "tie_word_embeddings": ours.tie_embeddings,
+    }  # fmt: skip
     mlp = {"intermediate_size": ours.mlp_size} if ours.mlp_size else {}
-    config = getattr(models, f"{prefix}Config")(**{**sizes, **words, **mlp, **options})
+    config = getattr(models, f"{prefix}Config")(**{**sizes, **mlp, **options})
     config.fuse_cross_entropy, config.fuse_linear_cross_entropy = whole_logits, not whole_logits
     model = getattr(models, f"{prefix}ForCausalLM")(config).to(device, torch.bfloat16)
 

@@ -9,6 +9,7 @@ matrix products at the measured rate, for a memory and for attention the sum of 
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import results
-from bench.timing import copy_bandwidth, graph_ms, matrix_rate
+from bench.timing import both_passes, copy_bandwidth, graph_ms, matrix_rate
 from bench.worker import reason
 from deltarule.models import linear_next_token_loss
 from deltarule.nn import norm, short_conv
@@ -36,16 +37,29 @@ DEVICE = "cuda"
 
 Tensors = Mapping[str, Tensor]
 Run = Callable[[Tensors], Tensor]
+# A module, and what is called of it.
+Peer = tuple[str, Callable[[Any, Tensors], Tensor]]
 
 
 class Case(NamedTuple):
     """One map: its inputs, whoever computes it, and what the two passes must move or multiply."""
 
     inputs: Tensors
-    sides: Mapping[str, Run]
+    ours: Run
+    plain: Run
     forward_bytes: int = 0
     backward_bytes: int = 0
     products: int = 0
+    peers: Mapping[str, Peer] = {}
+
+    @property
+    def sides(self) -> dict[str, Run]:
+        """Ours, PyTorch's operations, and the peers that are installed."""
+        found = {"deltarule": self.ours, "PyTorch": self.plain}
+        for name, (module, run) in self.peers.items():
+            if find_spec(module.partition(".")[0]) is not None:
+                found[name] = partial(run, importlib.import_module(module))
+        return found
 
 
 def found(report: results.Row) -> Iterator[results.Found]:
@@ -57,95 +71,67 @@ def found(report: results.Row) -> Iterator[results.Found]:
 
 
 def figures(name: str, case: Case, bandwidth: float, rate: float) -> Iterator[results.Found]:
+    """Milliseconds where no backward follows, and of both passes, gradients by every input."""
     # Forward and backward take one and two of the head's three products.
     both = case.forward_bytes + case.backward_bytes
-    passes = {
-        "forward": (forward, case.forward_bytes / bandwidth + case.products / 3 / rate),
-        "forward+backward": (forward_backward, both / bandwidth + case.products / rate),
+    floors = {
+        "forward": case.forward_bytes / bandwidth + case.products / 3 / rate,
+        "forward+backward": both / bandwidth + case.products / rate,
     }
-    for title, (timed, floor) in passes.items():
+
+    def forward(run: Run) -> Tensor:
+        with torch.no_grad():
+            return run(case.inputs)
+
+    for passed, floor in floors.items():
         for side, run in case.sides.items():
             try:
-                row: results.Row = {"ms": timed(run, case.inputs), "floor_ms": 1e3 * floor}
+                once = forward(run)
+                weight = torch.randn_like(once)
+                twice = partial(both_passes, run, case.inputs, weight)
+                call = partial(forward, run) if passed == "forward" else twice
+                row: results.Row = {"ms": graph_ms([call], REPEATS), "floor_ms": 1e3 * floor}
             # A peer that fails is a figure too.
             except Exception as error:
                 row = {"error": reason(error)}
-            yield side, {"kind": "neighbour", "case": name, "pass": title}, row
+            yield side, {"kind": "neighbour", "case": name, "pass": passed}, row
     torch.cuda.empty_cache()
-
-
-def forward(run: Run, inputs: Tensors) -> float:
-    """Milliseconds of the forward pass where no backward follows."""
-
-    def call() -> object:
-        with torch.no_grad():
-            return run(inputs)
-
-    return graph_ms([call], REPEATS)
-
-
-def forward_backward(run: Run, inputs: Tensors) -> float:
-    """Milliseconds of both passes, gradients by every input."""
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    weight = torch.randn_like(run(leaves)).detach()
-
-    def call() -> object:
-        return torch.autograd.grad(run(leaves), list(leaves.values()), weight)
-
-    return graph_ms([call], REPEATS)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=dtype)
 
 
-def convolution(packed: bool = False) -> Case:
-    """Four taps and SiLU; packed as eight documents."""
-    size = (1, BATCH * TOKENS) if packed else (BATCH, TOKENS)
+def convolution(packed: bool = False, step: bool = False) -> Case:
+    """Four taps and SiLU; packed as eight documents, or one token for each of 256 sequences."""
+    size = (1, BATCH * TOKENS) if packed else (256, 1) if step else (BATCH, TOKENS)
     inputs = {"x": random(*size, CHANNELS), "weight": random(CHANNELS, TAPS, dtype=torch.float32)}
-    offsets = None
-    if packed:
-        offsets = torch.arange(BATCH + 1, device=DEVICE) * TOKENS
+    offsets = torch.arange(BATCH + 1, device=DEVICE) * TOKENS if packed else None
     layout = make_layout(inputs["x"], offsets, None)
-    history = inputs["x"].new_zeros(BATCH, TAPS - 1, CHANNELS)
-
-    def call(x: Tensors) -> tuple[Any, ...]:
-        return x["x"], x["weight"], history, layout, True
-
-    sides: dict[str, Run] = {
-        "deltarule": lambda x: short_conv.fused_convolution(*call(x))[0],
-        "PyTorch": lambda x: short_conv.plain_convolution(*call(x))[0],
-    }
-    if fla := imported("fla.modules.convolution"):
-        sides["FLA"] = lambda x: fla.causal_conv1d(
-            x["x"], x["weight"], activation="silu", cu_seqlens=offsets
-        )[0]
-    if not packed and (peer := imported("causal_conv1d")):
-        sides["causal-conv1d"] = lambda x: (
-            peer.causal_conv1d_fn(x["x"].mT, x["weight"], activation="silu").mT
+    moved, peers = inputs["x"].nbytes, dict[str, Peer]()
+    if step:
+        inputs["history"] = random(256, TAPS - 1, CHANNELS)
+        forward_bytes = backward_bytes = 2 * (moved + inputs["history"].nbytes)
+    else:
+        forward_bytes, backward_bytes = 2 * moved, 3 * moved
+        peers["FLA"] = (
+            "fla.modules.convolution",
+            lambda fla, x: fla.causal_conv1d(
+                x["x"], x["weight"], activation="silu", cu_seqlens=offsets
+            )[0],
         )
-    moved = inputs["x"].nbytes
-    return Case(inputs, sides, 2 * moved, 3 * moved)
+        if not packed:
+            peers["causal-conv1d"] = (
+                "causal_conv1d",
+                lambda peer, x: peer.causal_conv1d_fn(x["x"].mT, x["weight"], activation="silu").mT,
+            )
+    zeros = inputs["x"].new_zeros(BATCH, TAPS - 1, CHANNELS)
 
+    def call(function: Callable[..., Any], x: Tensors) -> Tensor:
+        return function(x["x"], x["weight"], x.get("history", zeros), layout, True)[0]
 
-def convolution_step() -> Case:
-    """One token for each of 256 sequences."""
-    inputs = {
-        "x": random(256, 1, CHANNELS),
-        "weight": random(CHANNELS, TAPS, dtype=torch.float32),
-        "history": random(256, TAPS - 1, CHANNELS),
-    }
-    layout = make_layout(inputs["x"], None, None)
-
-    def call(x: Tensors) -> tuple[Any, ...]:
-        return x["x"], x["weight"], x["history"], layout, True
-
-    moved = 2 * (inputs["x"].nbytes + inputs["history"].nbytes)
-    sides: dict[str, Run] = {
-        "deltarule": lambda x: short_conv.fused_convolution(*call(x))[0],
-        "PyTorch": lambda x: short_conv.plain_convolution(*call(x))[0],
-    }
-    return Case(inputs, sides, moved, moved)
+    sides = partial(call, short_conv.fused_convolution), partial(call, short_conv.plain_convolution)
+    return Case(inputs, *sides, forward_bytes, backward_bytes, peers=peers)
 
 
 def gated_norm() -> Case:
@@ -153,90 +139,91 @@ def gated_norm() -> Case:
     shape = (BATCH, TOKENS, HEADS, CHANNELS // HEADS)
     weight = random(shape[-1], dtype=torch.float32)
     inputs = {"x": random(*shape), "gate": random(*shape), "weight": weight}
-
-    def call(x: Tensors) -> tuple[Any, ...]:
-        return x["x"], x["gate"], x["weight"], 1e-5, "silu", False
-
-    sides: dict[str, Run] = {
-        "deltarule": lambda x: norm_op.gated_norm(*call(x)),
-        "PyTorch": lambda x: norm.plain_gated_norm(*call(x)),
-    }
-    if fla := imported("fla.modules.fused_norm_gate"):
-        sides["FLA"] = lambda x: fla.rms_norm_gated(
-            x["x"], x["gate"], x["weight"], None, activation="silu", eps=1e-5
-        )
     moved = inputs["x"].nbytes
-    return Case(inputs, sides, 3 * moved, 5 * moved)
+
+    def call(function: Callable[..., Tensor], x: Tensors) -> Tensor:
+        return function(x["x"], x["gate"], x["weight"], 1e-5, "silu", False)
+
+    fla: Peer = (
+        "fla.modules.fused_norm_gate",
+        lambda fla, x: fla.rms_norm_gated(
+            x["x"], x["gate"], x["weight"], None, activation="silu", eps=1e-5
+        ),
+    )
+    sides = partial(call, norm_op.gated_norm), partial(call, norm.plain_gated_norm)
+    return Case(inputs, *sides, 3 * moved, 5 * moved, peers={"FLA": fla})
 
 
 def residual_norm() -> Case:
     """The RMS norm of the stream with a branch added; the sum is written too, as others read it."""
     x, y = random(2, BATCH, TOKENS, CHANNELS).unbind()
-    inputs = {"x": x, "y": y, "weight": random(CHANNELS)}
-    sides: dict[str, Run] = {
-        "deltarule": lambda x: norm_op.residual_norm(x["x"], x["y"], x["weight"], 1e-5)[1],
-        "PyTorch": lambda x: norm.plain_residual_norm(**x, eps=1e-5)[1],
-    }
-    return Case(inputs, sides, 4 * x.nbytes, 3 * x.nbytes)
+    return Case(
+        {"x": x, "y": y, "weight": random(CHANNELS)},
+        lambda x: norm_op.residual_norm(x["x"], x["y"], x["weight"], 1e-5)[1],
+        lambda x: norm.plain_residual_norm(**x, eps=1e-5)[1],
+        4 * x.nbytes,
+        3 * x.nbytes,
+    )
 
 
 def swiglu() -> Case:
     """SiLU of one projection times the other, each 11/4 of the channels wide."""
-    shape = (BATCH, TOKENS, CHANNELS * 11 // 4)
-    inputs = {"gate": random(*shape), "up": random(*shape)}
-    sides: dict[str, Run] = {
-        "deltarule": lambda x: swiglu_op.swiglu(x["gate"], x["up"]),
-        "PyTorch": lambda x: F.silu(x["gate"]) * x["up"],
-    }
-    if fla := imported("fla.modules.activations"):
-        sides["FLA"] = lambda x: fla.swiglu(x["gate"], x["up"])
-    moved = inputs["gate"].nbytes
-    return Case(inputs, sides, 3 * moved, 5 * moved)
+    gate, up = random(2, BATCH, TOKENS, CHANNELS * 11 // 4).unbind()
+    fla: Peer = "fla.modules.activations", lambda fla, x: fla.swiglu(x["gate"], x["up"])
+    return Case(
+        {"gate": gate, "up": up},
+        lambda x: swiglu_op.swiglu(x["gate"], x["up"]),
+        lambda x: F.silu(x["gate"]) * x["up"],
+        3 * gate.nbytes,
+        5 * gate.nbytes,
+        peers={"FLA": fla},
+    )
 
 
-def decay(per_channel: bool) -> Case:
+def decay(*sizes: int) -> Case:
     """The decay of KDA, or of Gated DeltaNet and Mamba-2."""
-    sizes = (HEADS, CHANNELS // HEADS) if per_channel else (HEADS,)
-    inputs = {
-        "logits": random(BATCH, TOKENS, *sizes),
-        "A_log": random(HEADS, dtype=torch.float32),
-        "dt_bias": random(*sizes, dtype=torch.float32),
-    }
-
-    sides: dict[str, Run] = {
-        "deltarule": lambda x: gates_op.log_decay(x["logits"], x["A_log"], x["dt_bias"], False)[0],
-        "PyTorch": lambda x: gate_maps.step_and_log_decay(**x)[1],
-    }
-    count = inputs["logits"].numel()
-    return Case(inputs, sides, (2 + 4) * count, (2 + 4 + 2) * count)
+    logits, A_log = random(BATCH, TOKENS, *sizes), random(HEADS, dtype=torch.float32)
+    return Case(
+        {"logits": logits, "A_log": A_log, "dt_bias": random(*sizes, dtype=torch.float32)},
+        lambda x: gates_op.log_decay(x["logits"], x["A_log"], x["dt_bias"], False)[0],
+        lambda x: gate_maps.step_and_log_decay(**x)[1],
+        (2 + 4) * logits.numel(),
+        (2 + 4 + 2) * logits.numel(),
+    )
 
 
 def write_strength() -> Case:
-    inputs = {"logits": random(BATCH, TOKENS, HEADS)}
-    sides: dict[str, Run] = {
-        "deltarule": lambda x: gates_op.write_strength(x["logits"], 1.0),
-        "PyTorch": lambda x: gate_maps.write_strength(x["logits"], 1.0),
-    }
-    count = inputs["logits"].numel()
-    return Case(inputs, sides, (2 + 4) * count, (2 + 4 + 2) * count)
+    logits = random(BATCH, TOKENS, HEADS)
+    return Case(
+        {"logits": logits},
+        lambda x: gates_op.write_strength(x["logits"], 1.0),
+        lambda x: gate_maps.write_strength(x["logits"], 1.0),
+        (2 + 4) * logits.numel(),
+        (2 + 4 + 2) * logits.numel(),
+    )
 
 
 def head_loss() -> Case:
     """The cross entropy of the head, from its inputs."""
     rows = BATCH * TOKENS
-    inputs = {"x": random(rows, CHANNELS), "weight": random(VOCABULARY, CHANNELS) * 0.02}
     targets = torch.randint(VOCABULARY, (rows,), device=DEVICE)
-    sides: dict[str, Run] = {
-        "deltarule": lambda x: linear_next_token_loss(x["x"], x["weight"], targets),
-        "PyTorch": lambda x: F.cross_entropy(F.linear(x["x"], x["weight"]).float(), targets),
+    peers: dict[str, Peer] = {
+        "Liger-Kernel": (
+            "liger_kernel.transformers.functional",
+            lambda m, x: m.liger_fused_linear_cross_entropy(x["x"], x["weight"], targets),
+        ),
+        "FLA": (
+            "fla.modules.fused_linear_cross_entropy",
+            lambda m, x: m.fused_linear_cross_entropy_loss(x["x"], targets, x["weight"]),
+        ),
     }
-    if liger := imported("liger_kernel.transformers.functional"):
-        sides["Liger-Kernel"] = lambda x: liger.liger_fused_linear_cross_entropy(
-            x["x"], x["weight"], targets
-        )
-    if fla := imported("fla.modules.fused_linear_cross_entropy"):
-        sides["FLA"] = lambda x: fla.fused_linear_cross_entropy_loss(x["x"], targets, x["weight"])
-    return Case(inputs, sides, products=6 * rows * VOCABULARY * CHANNELS)
+    return Case(
+        {"x": random(rows, CHANNELS), "weight": random(VOCABULARY, CHANNELS) * 0.02},
+        lambda x: linear_next_token_loss(x["x"], x["weight"], targets),
+        lambda x: F.cross_entropy(F.linear(x["x"], x["weight"]).float(), targets),
+        products=6 * rows * VOCABULARY * CHANNELS,
+        peers=peers,
+    )
 
 
 def memory(operator: str, channels: int, inner: int) -> Case:
@@ -247,10 +234,7 @@ def memory(operator: str, channels: int, inner: int) -> Case:
     inputs = {name: F.normalize(random(*size, channels), dim=-1) for name in "qkv"}
     inputs["beta"] = random(*size, dtype=torch.float32).sigmoid() / channels
     sizes = [(inner, channels), (channels, inner)] if inner else [(channels, channels)]
-    maps = tuple(
-        0.1 * random(HEADS, outputs, inputs + bias, dtype=torch.float32)
-        for outputs, inputs in sizes
-    )
+    maps = tuple(0.1 * random(HEADS, y, x + bias, dtype=torch.float32) for y, x in sizes)
     given: dict[str, Any] = {"lengths": None, "cu_seqlens": None}
     if operator == "ttt":
         norm_weight = torch.ones(HEADS, channels, device=DEVICE)
@@ -261,15 +245,17 @@ def memory(operator: str, channels: int, inner: int) -> Case:
         momentum = torch.full(size, 0.5, device=DEVICE)
         given |= {"momentum": momentum, "log_decay": -0.01 * momentum, "mini_batch": 16}
         given |= {"initial_state": TitansState.start(maps, BATCH)}
-    sides: dict[str, Run] = {
-        "deltarule": lambda x: table["triton"].run({**x, **given}).o,
-        "PyTorch": lambda x: table["torch"].run({**x, **given}).o,
-    }
     # A token goes through the maps twice, back through one of them, and writes to each; the
     # backward takes twice that.
-    numbers = sum(x[0].numel() for x in maps)
-    moved = inputs["q"].nbytes
-    return Case(inputs, sides, 4 * moved, 7 * moved, 21 * numbers * BATCH * (TOKENS // 2) * HEADS)
+    products = 21 * sum(x[0].numel() for x in maps) * BATCH * (TOKENS // 2) * HEADS
+    return Case(
+        inputs,
+        lambda x: table["triton"].run({**x, **given}).o,
+        lambda x: table["torch"].run({**x, **given}).o,
+        4 * inputs["q"].nbytes,
+        7 * inputs["q"].nbytes,
+        products,
+    )
 
 
 def packed_attention(channels: int) -> Case:
@@ -285,31 +271,26 @@ def packed_attention(channels: int) -> Case:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, visible).transpose(1, 2)
 
-    sides: dict[str, Run] = {
-        "deltarule": lambda x: attend_by_sight(attend, x["q"], x["k"], x["v"], sight),
-        "PyTorch": lambda x: attend(x["q"], x["k"], x["v"], mask),
-    }
-    # Half of the pairs, in two products forward and four of the five back.
-    products = 6 * channels * HEADS * BATCH * (TOKENS // 2) ** 2
-    return Case(inputs, sides, 4 * inputs["q"].nbytes, 7 * inputs["q"].nbytes, products)
-
-
-def imported(module: str) -> Any:
-    """The module of a peer, or None where it is not installed."""
-    if find_spec(module.partition(".")[0]) is None:
-        return None
-    return importlib.import_module(module)
+    return Case(
+        inputs,
+        lambda x: attend_by_sight(attend, x["q"], x["k"], x["v"], sight),
+        lambda x: attend(x["q"], x["k"], x["v"], mask),
+        4 * inputs["q"].nbytes,
+        7 * inputs["q"].nbytes,
+        # Half of the pairs, in two products forward and four of the five back.
+        6 * channels * HEADS * BATCH * (TOKENS // 2) ** 2,
+    )
 
 
 CASES: dict[str, Callable[[], Case]] = {
     "convolution": convolution,
     "convolution, packed": lambda: convolution(packed=True),
-    "convolution, one token": convolution_step,
+    "convolution, one token": lambda: convolution(step=True),
     "gated norm": gated_norm,
     "norm of a sum": residual_norm,
     "SwiGLU": swiglu,
-    "decay, channels": lambda: decay(per_channel=True),
-    "decay, heads": lambda: decay(per_channel=False),
+    "decay, channels": lambda: decay(HEADS, CHANNELS // HEADS),
+    "decay, heads": lambda: decay(HEADS),
     "write strength": write_strength,
     "loss of the head": head_loss,
     "TTT-MLP, heads of 64": lambda: memory("ttt", 64, 256),

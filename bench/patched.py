@@ -9,6 +9,7 @@ transformers' own PyTorch functions.
 """
 
 import argparse
+import importlib
 import statistics
 import sys
 import time
@@ -23,7 +24,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from bench import peers, results, timing
+from bench import results, timing
+from bench.cpu import transformers_version
 
 Row = dict[str, Any]
 Sides = Mapping[str, Callable[[], AbstractContextManager[object]]]
@@ -59,7 +61,7 @@ def main(output: Path, models: Mapping[str, Sizes], repeats: int = REPEATS) -> R
     """
     report = results.new_report(sys.argv[1:], "python -m bench.patched")
     report["device"] = report["device"] or "cpu"
-    report["versions"] |= peers.versions()
+    report["versions"] |= transformers_version()
     report["threads"] = torch.get_num_threads()
     return results.file_each(report, figures(models, repeats), output)
 
@@ -129,29 +131,23 @@ def in_turns(
 
     `difference` is the relative RMS between what a side gives and what transformers gives.
     """
-    clock = timing.host_seconds if torch.cuda.is_available() else cpu_seconds
+    # On a CPU processor seconds: other processes do not count.
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     outputs: dict[str, Tensor | None] = {}
-
-    def work() -> None:
-        outputs[side] = run()
-
     for _ in range(repeats + 1):
         for side, enter in sides.items():
             with enter():
-                seconds[side].append(clock(work))
+                timing.synchronize()
+                start = clock()
+                outputs[side] = run()
+                timing.synchronize()
+                seconds[side].append(clock() - start)
     for name, (first, *rest) in seconds.items():
         figures: Row = {"first_s": first, "ms": 1e3 * statistics.median(rest), "seconds": rest}
         if (theirs := outputs[THEIRS]) is not None and (other := outputs[name]) is not None:
             figures["difference"] = ((other - theirs).norm() / theirs.norm()).item()
         yield name, figures
-
-
-def cpu_seconds(run: Callable[[], object]) -> float:
-    """Processor seconds of a call: other processes do not count."""
-    start = time.process_time()
-    run()
-    return time.process_time() - start
 
 
 def sides_of(model: nn.Module) -> Sides:
@@ -161,8 +157,22 @@ def sides_of(model: nn.Module) -> Sides:
     sides: dict[str, Callable[[], AbstractContextManager[object]]] = {THEIRS: nullcontext}
     file = file_of(model)
     if origin(getattr(file, RECURRENCES[0], None)).startswith("fla."):
-        whole, step = accepting(fla_convolution), accepting(fla_convolution_step)
-        theirs = {"causal_conv1d_fn": whole, "causal_conv1d_update": step}
+        fla = importlib.import_module("fla.modules.causal_conv1d")
+
+        def whole(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+            """[B, D, T] by FLA's kernel, called as transformers calls causal-conv1d's."""
+            y, _ = fla.causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation)
+            return y.transpose(1, 2)
+
+        def step(
+            x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+        ) -> Tensor:
+            """[B, D, 1] by FLA's kernel; the last inputs [B, D, W] move on in place."""
+            given = {"weight": weight, "bias": bias, "activation": activation}
+            y, _ = fla.causal_conv1d_update(x.transpose(1, 2), state, **given)
+            return y.transpose(1, 2)
+
+        theirs = {"causal_conv1d_fn": accepting(whole), "causal_conv1d_update": accepting(step)}
         sides[THEIR_CONVOLUTION] = partial(mock.patch.multiple, file, **theirs)
     return sides | {OURS: partial(patch, model)}
 
@@ -178,26 +188,6 @@ def origin(function: Any) -> str:
     cells = dict(zip(names, getattr(function, "__closure__", None) or (), strict=True))
     found = cells["implementation"].cell_contents if "implementation" in cells else function
     return getattr(found, "__module__", "none")
-
-
-def fla_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """[B, D, T] by FLA's kernel, called as transformers calls causal-conv1d's."""
-    from fla.modules.causal_conv1d import causal_conv1d
-
-    y, _ = causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation)
-    return y.transpose(1, 2)
-
-
-def fla_convolution_step(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str
-) -> Tensor:
-    """[B, D, 1] by FLA's kernel; the last inputs [B, D, W] move on in place."""
-    from fla.modules.causal_conv1d import causal_conv1d_update
-
-    y, _ = causal_conv1d_update(
-        x.transpose(1, 2), state, weight=weight, bias=bias, activation=activation
-    )
-    return y.transpose(1, 2)
 
 
 if __name__ == "__main__":

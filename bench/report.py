@@ -4,38 +4,51 @@ The page keeps what stands outside the two marks; what is between them is writte
 """
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.adapters import OURS
-from bench.cases import OPERATIONS, Shape
-from bench.figure import draw_figure
+from bench.cases import LONG, NARROW, OPERATIONS, TRAIN, WIDE, Shape
 from bench.markdown import Marks, markdown, write_between
 from bench.results import PASSES, load
-from bench.table import OTHERS, number
+from bench.table import NOTHING, OTHERS, number
+from deltarule.train.extra import require
+from deltarule.train.figures import DARK, DOTS_PER_INCH, INK, LIGHT, MIDDLE, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Row = dict[str, Any]
 
 MARKS = Marks("<!-- figures: written by a script, do not edit -->", "<!-- end of figures -->")
-# Columns beside ours, with their heads.
+# Columns and bars beside ours, with their heads.
 PEERS = {"fla": "FLA", "flash_qla": "FlashQLA", "flashinfer": "FlashInfer"}
-NOTHING = "-"
+COLOURS = {"deltarule": DARK, "fla": LIGHT, "flash_qla": MIDDLE, "flashinfer": "#e3b291"}
+# The shapes that fill a GPU and that several packages ran; the table has the others.
+SHOWN = (TRAIN, LONG, NARROW, WIDE)
+# Inches.
+WIDTH, BAR, GAP, MARGIN = 8.0, 0.2, 0.22, 1.2
 # Runs of the same kernel on two machines differ by less.
 REPEATS_WITHIN = 0.02
-Peers = dict[str, tuple[float, float | None]]
 
 
 class Timing(NamedTuple):
-    """One pass of one operator at one shape: ours, and the peers."""
+    """One pass of one operator at one shape: ours, and the peers.
+
+    Those by name: milliseconds, and how many of ours they are; None where ours has changed since.
+    """
 
     operation: str
     shape: Shape
     passed: str
     floor_ms: float
     ours_ms: float
-    # By peer: its milliseconds, and how many of ours they are; None where ours has changed since.
-    peers: Peers
+    peers: dict[str, tuple[float, float | None]]
+
+
+def by_date(reports: Sequence[Row]) -> list[Row]:
+    return sorted(reports, key=lambda report: str(report["date"]))
 
 
 def timings(reports: Sequence[Row]) -> list[Timing]:
@@ -45,48 +58,29 @@ def timings(reports: Sequence[Row]) -> list[Timing]:
     of runs in which it was another one are left out.
     """
     found: dict[tuple[str, str, str], Timing] = {}
-    for report in sorted(reports, key=lambda report: str(report["date"])):
-        for ours in of_kind(report, "time", OURS):
+    for report in by_date(reports):
+        timed = [row for row in report["rows"] if row["kind"] == "time"]
+        for ours in (row for row in timed if row["peer"] == OURS):
+            operation, shape = ours["operation"], Shape(*ours["shape"])
+            same = [x for x in timed if (x["operation"], x["shape"]) == (operation, ours["shape"])]
             for passed in PASSES:
                 if (ms := graph_ms(ours, passed)) is None:
                     continue
-                key = ours["operation"], ours["shape"][0], passed
-                before = still_true(found[key], ms) if key in found else {}
-                peers = before | beside(report, ours, passed, ms)
-                floor = ours[passed]["floor_ms"]
-                shape = Shape(*ours["shape"])
-                found[key] = Timing(ours["operation"], shape, passed, floor, ms, peers)
+                key, peers = (operation, shape.name, passed), dict[str, Any]()
+                if (before := found.get(key)) is not None:
+                    still = abs(ms / before.ours_ms - 1) < REPEATS_WITHIN
+                    kept = before.peers.items()
+                    peers = {peer: (time, ratio if still else None) for peer, (time, ratio) in kept}
+                times = {row["peer"]: graph_ms(row, passed) for row in same}
+                peers |= {x: (time, time / ms) for x, time in times.items() if x in PEERS and time}
+                found[key] = Timing(*key[:1], shape, passed, ours[passed]["floor_ms"], ms, peers)
     order = list(OPERATIONS)
     return sorted(found.values(), key=lambda timing: order.index(timing.operation))
-
-
-def still_true(before: Timing, ms: float) -> Peers:
-    """The peers of an older run, with their ratios where ours has not changed since."""
-    same = abs(ms / before.ours_ms - 1) < REPEATS_WITHIN
-    return {peer: (time, ratio if same else None) for peer, (time, ratio) in before.peers.items()}
-
-
-def beside(report: Row, ours: Row, passed: str, ms: float) -> Peers:
-    """The peers' times of the same pass in the same report."""
-    same = [
-        row
-        for row in report["rows"]
-        if row["kind"] == "time"
-        and (row["operation"], row["shape"]) == (ours["operation"], ours["shape"])
-    ]
-    times = {row["peer"]: graph_ms(row, passed) for row in same}
-    return {peer: (x, x / ms) for peer, x in times.items() if peer in PEERS and x is not None}
 
 
 def graph_ms(row: Row, passed: str) -> float | None:
     """Milliseconds of a pass in a CUDA graph, if it ran."""
     return row.get(passed, {}).get("graph_ms")
-
-
-def of_kind(report: Row, kind: str, peer: str | None = None) -> Iterator[Row]:
-    for row in report["rows"]:
-        if row["kind"] == kind and peer in (None, row["peer"]):
-            yield row
 
 
 def operator_table(found: Iterable[Timing]) -> list[str]:
@@ -101,7 +95,7 @@ def operator_table(found: Iterable[Timing]) -> list[str]:
 
 
 def told(time: tuple[float, float | None] | None) -> str:
-    """A peer's milliseconds and the ratio.
+    """A peer's milliseconds and the ratio, with two figures after the point below 1.1.
 
     Examples:
         >>> told((0.84, 2.5766)), told((0.84, None)), told(None)
@@ -110,12 +104,7 @@ def told(time: tuple[float, float | None] | None) -> str:
     if time is None:
         return NOTHING
     ms, ratio = time
-    return number(ms) if ratio is None else f"{number(ms)} ({number_of_times(ratio)} x)"
-
-
-def number_of_times(ratio: float) -> str:
-    """A ratio with two figures after the point below 1.1, else one."""
-    return f"{ratio:.2f}" if ratio < 1.1 else f"{ratio:.1f}"
+    return number(ms) if ratio is None else f"{number(ms)} ({ratio:.{2 if ratio < 1.1 else 1}f} x)"
 
 
 def other_tables(reports: Sequence[Row]) -> list[str]:
@@ -123,25 +112,15 @@ def other_tables(reports: Sequence[Row]) -> list[str]:
     lines: list[str] = []
     for kind, (title, heads, line_of) in OTHERS.items():
         newest: dict[str, dict[tuple[Any, ...], Row]] = {}
-        for report in sorted(reports, key=lambda report: str(report["date"])):
+        for report in by_date(reports):
             of_device = newest.setdefault(str(report["device"]), {})
-            for row in of_kind(report, kind):
-                size = row.get("model"), row.get("batch")
-                of_device[row.get("operation"), *size, row["peer"]] = row
+            for row in (row for row in report["rows"] if row["kind"] == kind):
+                key = tuple(row.get(name) for name in ("operation", "model", "batch", "peer"))
+                of_device[key] = row
         for device, rows in newest.items():
-            cells = [line_of(row) for row in rows.values() if "error" not in row]
-            if cells:
+            if cells := [line_of(row) for row in rows.values() if "error" not in row]:
                 lines += ["", f"{title[0].upper()}{title[1:]}, {device}:"]
                 lines += ["", *markdown(heads, cells)]
-    return lines
-
-
-def runs(reports: Sequence[Row]) -> list[str]:
-    """When, where, with what and by which command each report was made, the oldest first."""
-    lines = []
-    for report in sorted(reports, key=lambda report: str(report["date"])):
-        versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-        lines.append(f"- {report['date']}, {report['device']}; {versions}: `{report['command']}`")
     return lines
 
 
@@ -151,12 +130,57 @@ def write_page(reports: Sequence[Row], page: Path, picture: Path) -> None:
     draw_figure(found, picture)
     link = picture.resolve().relative_to(page.resolve().parent)
     lines = [f"![Milliseconds of the operators and of other packages]({link.as_posix()})", ""]
-    lines += [*operator_table(found), *other_tables(reports), "", "Runs:", "", *runs(reports)]
+    lines += [*operator_table(found), *other_tables(reports), "", "Runs:", ""]
+    for report in by_date(reports):
+        versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+        lines.append(f"- {report['date']}, {report['device']}; {versions}: `{report['command']}`")
     write_between(page, MARKS, lines)
 
 
-def main() -> None:
-    """Read the raw figures in docs/figures and write docs/performance.md."""
+def draw_figure(timings: Sequence[Timing], path: Path) -> None:
+    """Draw the passes at the shapes of training that a peer ran too, a bar for each package."""
+    shown = [one for one in timings if one.shape.name in SHOWN and one.peers]
+    panels = {name: [one for one in shown if one.passed == name] for name in PASSES}
+    bars = max(sum(len(one.peers) + 1 for one in panel) for panel in panels.values())
+    groups = max(map(len, panels.values()))
+    figure = require("matplotlib.figure").Figure(
+        figsize=(WIDTH, MARGIN + BAR * bars + GAP * groups), dpi=DOTS_PER_INCH, layout="constrained"
+    )
+    for axes, (name, panel) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        draw_panel(axes, panel)
+        axes.set_title(PASSES[name], loc="left", fontsize=10, color=INK)
+    used = dict.fromkeys(["deltarule", *(peer for one in shown for peer in one.peers)])
+    patch = require("matplotlib.patches").Patch
+    handles = [patch(color=COLOURS[peer], label=PEERS.get(peer, peer)) for peer in used]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    save(figure, path)
+
+
+def draw_panel(axes: "Axes", panel: Sequence[Timing]) -> None:
+    """The bars of one pass from zero milliseconds, ours on top of each group."""
+    y, ticks, labels, longest = 0.0, [], [], 0.0
+    for one in panel:
+        start = y
+        times = {"deltarule": one.ours_ms} | {peer: ms for peer, (ms, _) in one.peers.items()}
+        for peer, ms in times.items():
+            bar = axes.barh(y, ms, BAR, color=COLOURS[peer])
+            axes.bar_label(bar, [f"{ms:.3g}"], padding=2, fontsize=7, color=INK)
+            longest = max(longest, ms)
+            y += BAR
+        # The least time that the hardware needs.
+        axes.plot([one.floor_ms] * 2, [start - BAR / 2, y - BAR / 2], color=INK, linewidth=1)
+        ticks.append((start + y - BAR) / 2)
+        labels.append(f"{OPERATIONS[one.operation].title}\n{one.shape.label}")
+        y += GAP
+    axes.set_yticks(ticks, labels, fontsize=7)
+    axes.set_xlim(0, 1.15 * longest or 1.0)
+    axes.set_ylim(y, -BAR)
+    axes.set_xlabel("milliseconds; line: the hardware's floor", fontsize=8, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK, labelsize=8)
+
+
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write docs/performance.md from raw figures.")
     parser.add_argument("reports", type=Path, nargs="*", help="default: docs/figures/bench_*.json")
     parser.add_argument("--page", type=Path, default=Path("docs/performance.md"))
@@ -165,7 +189,3 @@ def main() -> None:
     paths = options.reports or sorted(Path("docs/figures").glob("bench_*.json"))
     write_page([load(path) for path in paths], options.page, options.picture)
     print(f"{options.page} from {', '.join(map(str, paths)) or 'no report'}")
-
-
-if __name__ == "__main__":
-    main()

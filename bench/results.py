@@ -16,7 +16,6 @@ import torch
 import deltarule
 from bench.cases import OPERATIONS, Shape
 from bench.counts import count
-from bench.worker import BOTH, FORWARD
 from deltarule.atomic_file import write_atomically
 
 Row = dict[str, Any]
@@ -24,6 +23,8 @@ Row = dict[str, Any]
 Found = tuple[str, Row, Row]
 
 FORMAT = 1
+# Names of the two passes in a row, and for a reader.
+FORWARD, BOTH = "forward", "forward_backward"
 PASSES = {FORWARD: "forward", BOTH: "forward + backward"}
 PACKAGES = ["triton", "flash-linear-attention", "flash-qla", "tilelang", "flashinfer-python"]
 
@@ -41,8 +42,7 @@ def new_report(arguments: Sequence[str], program: str = "deltarule") -> Row:
 def file_each(report: Row, found: Iterable[Found], output: Path | None) -> Row:
     """File figures as they come: each is printed, and the whole report is written again."""
     for peer, case, figures in found:
-        row = add(report, peer, case, figures)
-        print(brief(row)[1:-1], flush=True)
+        print(brief(add(report, peer, case, figures))[1:-1], flush=True)
         if output is not None:
             save(report, output)
     return report
@@ -79,11 +79,8 @@ def run_program(program: str, about: str | None, found: Callable[[Row], Iterable
 
 def versions() -> dict[str, str]:
     """Versions of all installed packages that a time depends on."""
-    found = {
-        "deltarule": deltarule.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+    python = platform.python_version()
+    found = {"deltarule": deltarule.__version__, "torch": torch.__version__, "python": python}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
@@ -123,11 +120,8 @@ def with_rates(row: Row, name: str) -> Row:
     least = count(operation, shape, backward=name == BOTH)
     figures = row[name] | {"floor_ms": least.floor_ms}
     if (ms := figures.get("graph_ms")) is not None:
-        figures |= {
-            "TFLOP_s": least.operations / ms / 1e9,
-            "GB_s": least.bytes / ms / 1e6,
-            "times_floor": ms / least.floor_ms,
-        }
+        figures["TFLOP_s"], figures["GB_s"] = least.operations / ms / 1e9, least.bytes / ms / 1e6
+        figures["times_floor"] = ms / least.floor_ms
     return figures
 
 
@@ -139,7 +133,6 @@ def save(report: Row, path: Path) -> None:
 
 
 def load(path: Path) -> Row:
-    """Read a report."""
     try:
         report = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -147,13 +140,3 @@ def load(path: Path) -> Row:
     if not isinstance(report, dict) or report.get("format") != FORMAT:
         raise ValueError(f"{path} is not a report of `deltarule bench` in format {FORMAT}")
     return report
-
-
-def groups(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
-    """Timed rows by operation and name of the shape, in the order of the tables."""
-    order = list(OPERATIONS)
-    grouped: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row["kind"] == "time":
-            grouped.setdefault((row["operation"], row["shape"][0]), []).append(row)
-    return dict(sorted(grouped.items(), key=lambda item: order.index(item[0][0])))

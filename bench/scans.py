@@ -39,25 +39,23 @@ def inputs_of(name: str, device: str, sizes: tuple[int, int, int]) -> ScanInputs
         layer, x = layer.bfloat16(), x.bfloat16()
     found: list[ScanInputs] = []
 
-    def kept(side: str) -> Callable[[ScanInputs], RecurrentOutput]:
-        def run(inputs: ScanInputs) -> RecurrentOutput:
-            found.append(inputs)
-            return implementation.run(inputs)
+    def keep(run: Callable[[ScanInputs], RecurrentOutput], inputs: ScanInputs) -> RecurrentOutput:
+        found.append(inputs)
+        return run(inputs)
 
-        implementation = IMPLEMENTATIONS[side]
-        return run
-
-    watched = {side: IMPLEMENTATIONS[side]._replace(run=kept(side)) for side in ("triton", "torch")}
+    watched = {
+        side: one._replace(run=partial(keep, one.run))
+        for side, one in IMPLEMENTATIONS.items()
+        if side in SIDES.values()
+    }
     with mock.patch.dict(IMPLEMENTATIONS, watched), torch.no_grad():
         layer(x)
-    return ScanInputs(*map(leaf, found[0]))
-
-
-def leaf(x: Any) -> Any:
-    """A copy of a tensor with a gradient of its own; anything else unchanged."""
-    if isinstance(x, Tensor) and x.is_floating_point():
-        return x.detach().clone().requires_grad_()
-    return x
+    copies: dict[str, Any] = {
+        key: x.detach().clone().requires_grad_()
+        for key, x in found[0]._asdict().items()
+        if isinstance(x, Tensor) and x.is_floating_point()
+    }
+    return found[0]._replace(**copies)
 
 
 def figures(
@@ -65,35 +63,30 @@ def figures(
 ) -> Iterator[tuple[str, results.Row]]:
     """Milliseconds of both passes of each side, and how far o and the gradients are apart."""
     inputs = inputs_of(name, device, sizes)
-    sides = {side: IMPLEMENTATIONS[impl] for side, impl in SIDES.items()}
     weight = torch.randn_like(inputs.v)
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     first: list[Tensor] = []
-    for side, implementation in sides.items():
+    for side, impl in SIDES.items():
+        implementation = IMPLEMENTATIONS[impl]
         if (reason := implementation.why_not(inputs)) is not None:
             yield side, {"error": reason}
             continue
-        both = partial(both_passes, implementation.run, inputs, weight)
+
+        def both(run: Callable[[ScanInputs], RecurrentOutput] = implementation.run) -> list[Tensor]:
+            """o and the gradients by everything it depends on, in float32."""
+            o = run(inputs).o
+            gradients = torch.autograd.grad(o, leaves, weight, allow_unused=True)
+            return [x.detach().float() for x in (o, *gradients) if x is not None]
+
         outputs = both()
         first = first or outputs
         pairs = zip(outputs, first, strict=True)
         apart = max(((x - y).norm() / y.norm()).item() for x, y in pairs)
-        yield side, {"apart": apart, "both_ms": milliseconds(both) if device == "cuda" else None}
-
-
-def both_passes(
-    run: Callable[[ScanInputs], RecurrentOutput], inputs: ScanInputs, weight: Tensor
-) -> list[Tensor]:
-    """o and the gradients by everything it depends on, in float32."""
-    o = run(inputs).o
-    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    gradients = torch.autograd.grad(o, leaves, weight, allow_unused=True)
-    return [x.detach().float() for x in (o, *gradients) if x is not None]
-
-
-def milliseconds(run: Callable[[], object]) -> float:
-    """Median on the GPU's clock, warm."""
-    first = event_times([run], 1)[0]
-    return warm_ms(run, *((1, 0) if first > LONG_MS else (REPEATS, WARM_UP)))
+        row: results.Row = {"apart": apart, "both_ms": None}
+        if device == "cuda":
+            long = event_times([both], 1)[0] > LONG_MS
+            row["both_ms"] = warm_ms(both, *((1, 0) if long else (REPEATS, WARM_UP)))
+        yield side, row
 
 
 def found(_: results.Row) -> Iterator[results.Found]:

@@ -17,7 +17,6 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,6 @@ from bench.travel import WAYS, counted
 from deltarule import make_context
 from deltarule.cli import leave
 from deltarule.models import CausalLM, ModelConfig
-from deltarule.ops.context import Context
 from deltarule.parallel import MeshOptions, World
 from deltarule.train.optimizer import OptimizerOptions, make_optimizer
 from deltarule.train.spread import Spread, SpreadStep
@@ -74,6 +72,8 @@ CASES = {
     "one row, nothing sent": Case(one_row=True, way="nothing sent"),
     "heads": Case("heads"),
 }
+# What to see of a case while others run.
+TOLD = "step_ms", "host_ms", "tokens_per_second_each", "peak_gib", "each_ms", "losses"
 
 
 class Trained(NamedTuple):
@@ -113,7 +113,14 @@ def training(case: Case, trained: Trained, rows: int, steps: int, profiled: bool
     seed = 0 if where is not None or case.who == "heads" else world.rank
     generator = torch.Generator(DEVICE).manual_seed(seed)
     batch = torch.randint(CONFIG.vocab_size, (2, rows, tokens), device=DEVICE, generator=generator)
-    loss = functools.partial(loss_of, spread.model, where)
+
+    def loss(batch: Tensor) -> Tensor:
+        """The mean over the tokens here."""
+        tokens, targets = (x if where is None else where.part(x) for x in batch)
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            x, _ = spread.model.hidden(tokens, context=where)
+            return spread.model.loss(x, targets)
+
     step: TrainingStep = (
         TrainingStep(loss, optimizer, clip=1.0, cuda_graphs=False)
         if spread.plan is None
@@ -134,15 +141,22 @@ def training(case: Case, trained: Trained, rows: int, steps: int, profiled: bool
     host = time.perf_counter() - began
     ms = statistics.median(times.tolist())
     shared = ways if where is not None or case.who == "heads" else 1
-    return {
+    found = {
         **case._asdict(), "rows": rows, "tokens": tokens,
         "parameters": sum(p.numel() for p in spread.model.parameters()),
         "losses": [round(first, 5), round(float(report[0]), 5)], "step_ms": round(ms, 3),
         "each_ms": [round(x, 1) for x in times.tolist()], "host_ms": round(1e3 * host, 1),
         "tokens_per_second_each": round(rows * tokens / shared / ms * 1e3),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if CUDA else None,
-        "sent_mb": sent, **({"kernels_ms": kernels(run)} if profiled and CUDA else {}),
+        "sent_mb": sent,
     }  # fmt: skip
+    if profiled and CUDA:
+        # Those that take most of a step, by their names, and all.
+        kernels = timing.kernel_ms(run)
+        largest = sorted(kernels.items(), key=lambda item: -item[1])[:40]
+        most = {name[:80]: round(ms, 2) for name, ms in largest}
+        found["kernels_ms"] = most | {"all": round(sum(kernels.values()), 1)}
+    return found
 
 
 def travel(model: CausalLM, case: Case) -> None:
@@ -156,22 +170,6 @@ def travel(model: CausalLM, case: Case) -> None:
         block.set_custom_reduce_scatter(sums)
         block.set_reshard_after_forward(not case.kept)
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + case.early])
-
-
-def loss_of(model: CausalLM, where: Context | None, batch: Tensor) -> Tensor:
-    """The mean over the tokens here."""
-    tokens, targets = (x if where is None else where.part(x) for x in batch)
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        x, _ = model.hidden(tokens, context=where)
-        return model.loss(x, targets)
-
-
-def kernels(run: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of the kernels that take most of a step, by their names, and of all."""
-    found = timing.kernel_ms(run)
-    largest = sorted(found.items(), key=lambda item: -item[1])[:40]
-    most = {name[:80]: round(ms, 2) for name, ms in largest}
-    return most | {"all": round(sum(found.values()), 1)}
 
 
 def main() -> None:
@@ -201,19 +199,14 @@ def main() -> None:
             facts["cases"][name] = found
             facts["seconds"] = round(time.perf_counter() - began, 1)
             if trained.world.first:
-                print(f"{facts['seconds']:6.1f} s  {name}: {told(found)}", flush=True)
+                told = json.dumps({name: found[name] for name in TOLD})
+                print(f"{facts['seconds']:6.1f} s  {name}: {told}", flush=True)
                 results.save(facts, arguments.out)
         del trained
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()
     leave()
-
-
-def told(found: dict[str, Any]) -> str:
-    """What to see of a case while others run."""
-    names = "step_ms", "host_ms", "tokens_per_second_each", "peak_gib", "each_ms", "losses"
-    return json.dumps({name: found[name] for name in names})
 
 
 if __name__ == "__main__":

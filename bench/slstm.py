@@ -24,7 +24,6 @@ from deltarule.ops.plain import PlainImpl
 BATCH, TOKENS, REPEATS, WARM_UP = 8, 2048, 10, 3
 HEADS = {64: 16, 256: 4}
 Run = Callable[[Tensor, Tensor], Tensor]
-Figures = tuple[str, results.Row]
 
 
 def ours(gates: Tensor, recurrent: Tensor, impl: PlainImpl = "auto") -> Tensor:
@@ -51,7 +50,9 @@ def theirs(heads: int, channels: int) -> Run:
     return run
 
 
-def figures(channels: int, sizes: tuple[int, int] = (BATCH, TOKENS)) -> Iterator[Figures]:
+def figures(
+    channels: int, sizes: tuple[int, int] = (BATCH, TOKENS)
+) -> Iterator[tuple[str, results.Row]]:
     """Milliseconds of both passes, gradients by the gates, and the error of o, of each side."""
     from deltarule.ops.slstm.triton import split
 
@@ -67,16 +68,15 @@ def figures(channels: int, sizes: tuple[int, int] = (BATCH, TOKENS)) -> Iterator
     exact = ours(gates[:2].double(), recurrent.double())
     leaf = gates.clone().requires_grad_()
     for name, run in sides.items():
+
+        def both(run: Run = run) -> Tensor:
+            return torch.autograd.grad(run(leaf, recurrent), leaf, weight)[0]
+
         with mock.patch.object(split, "SPLITS", name != "deltarule, a program a head"):
             error = (run(gates, recurrent)[:2].double() - exact).norm() / exact.norm()
-            calls = partial(run, gates, recurrent), partial(gradient, run, leaf, recurrent, weight)
-            forward, both = (warm_ms(call, REPEATS, WARM_UP) for call in calls)
-        yield name, {"relative_rms": error.item(), "forward_ms": forward, "both_ms": both}
-
-
-def gradient(run: Run, gates: Tensor, recurrent: Tensor, weight: Tensor) -> Tensor:
-    """Gradient of a weighted sum of the outputs by the gates."""
-    return torch.autograd.grad(run(gates, recurrent), gates, weight)[0]
+            calls = partial(run, gates, recurrent), both
+            forward, twice = (warm_ms(call, REPEATS, WARM_UP) for call in calls)
+        yield name, {"relative_rms": error.item(), "forward_ms": forward, "both_ms": twice}
 
 
 def found(report: results.Row) -> Iterator[results.Found]:

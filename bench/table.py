@@ -1,22 +1,21 @@
-"""A report as tables in the terminal."""
+"""A report as tables: in the terminal, and on the page of performance."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from bench.cases import OPERATIONS, Shape
 from bench.markdown import markdown
-from bench.results import PASSES, groups
+from bench.results import PASSES
 
 Row = dict[str, Any]
 Cells = list[str]
 
 NOTHING = "-"
 
-# Columns of timed passes, with the key of each figure.
+# Columns of timed passes behind the peer and the pass, with the key of each figure.
 TIMES = {
-    "peer": None, "pass": None, "graph ms": "graph_ms", "eager ms": "eager_ms",
-    "TFLOP/s": "TFLOP_s", "GB/s": "GB_s", "x floor": "times_floor", "extra MiB": "extra_MiB",
-    "first s": "first_s",
+    "graph ms": "graph_ms", "eager ms": "eager_ms", "TFLOP/s": "TFLOP_s", "GB/s": "GB_s",
+    "x floor": "times_floor", "extra MiB": "extra_MiB", "first s": "first_s",
 }  # fmt: skip
 
 
@@ -35,39 +34,38 @@ def show(report: Row) -> None:
 
 
 def report_tables(report: Row) -> Iterator[Table]:
-    """Every table that the report has rows for."""
-    for (operation, _), rows in groups(report["rows"]).items():
-        title = f"{OPERATIONS[operation].title}, {Shape(*rows[0]['shape']).label}"
-        lines = [line for row in rows for line in time_lines(row)]
-        yield Table(title, list(TIMES), lines, [note for row in rows for note in refusals(row)])
+    """Every table that the report has rows for; of timed passes one for each case."""
+    cases: dict[tuple[str, str], list[Row]] = {}
+    for row in report["rows"]:
+        if row["kind"] == "time":
+            cases.setdefault((row["operation"], row["shape"][0]), []).append(row)
+    for operation, its_title in OPERATIONS.items():
+        for rows in (rows for (name, _), rows in cases.items() if name == operation):
+            lines = [
+                [row["peer"], title, *(number(row[name].get(key)) for key in TIMES.values())]
+                for row in rows
+                for name, title in PASSES.items()
+                if "error" not in row.get(name, {"error": "not asked for"})
+            ]
+            title = f"{its_title.title}, {Shape(*rows[0]['shape']).label}"
+            yield Table(title, ["peer", "pass", *TIMES], lines, refusals(rows))
     for kind, (title, heads, line_of) in OTHERS.items():
         rows = [row for row in report["rows"] if row["kind"] == kind]
         lines = [line_of(row) for row in rows if "error" not in row]
         if rows:
-            yield Table(title, heads, lines, [note for row in rows for note in refusals(row)])
+            yield Table(title, heads, lines, refusals(rows))
 
 
-def time_lines(row: Row) -> list[Cells]:
-    """One line for each pass that ran; what is missing shows as a dash."""
-    return [
-        [row["peer"], title, *(number(row[name].get(key)) for key in TIMES.values() if key)]
-        for name, title in PASSES.items()
-        if "error" not in row.get(name, {"error": "not asked for"})
-    ]
-
-
-def refusals(row: Row) -> list[str]:
-    """Why a row, a pass or a clock has no figure."""
-    who = ", ".join(filter(None, [row["peer"], label(row)]))
-    found = {who: row.get("error"), f"{who}, backward": row.get("backward_error")}
-    for name, title in PASSES.items():
-        figures = row.get(name, {})
-        found |= {
-            f"{who}, {title}": figures.get("error"),
-            f"{who}, {title}, graph": figures.get("graph_ms_error"),
-            f"{who}, {title}, eager": figures.get("eager_ms_error"),
-        }
-    return [f"{what}: {why}" for what, why in found.items() if why is not None]
+def refusals(rows: list[Row]) -> list[str]:
+    """Why rows, passes or clocks have no figure."""
+    found = []
+    for row in rows:
+        who = ", ".join(filter(None, [row["peer"], label(row)]))
+        found += [(who, row.get("error")), (f"{who}, backward", row.get("backward_error"))]
+        for name, title in PASSES.items():
+            for clock, key in (("", ""), (", graph", "graph_ms_"), (", eager", "eager_ms_")):
+                found.append((f"{who}, {title}{clock}", row.get(name, {}).get(f"{key}error")))
+    return [f"{what}: {why}" for what, why in found if why is not None]
 
 
 def label(row: Row) -> str:

@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 Run = Callable[[], object]
+# Tensors by name -> output.
+Operator = Callable[[Mapping[str, Tensor]], Tensor]
 
 # A graph holds calls for so long at the least: a replay costs microseconds of its own.
 GRAPH_MS = 2.0
@@ -142,3 +145,13 @@ def interleaved_seconds(runs: Mapping[str, Run], repeats: int) -> dict[str, list
         for name, run in runs.items():
             seconds[name].append(host_seconds(run))
     return seconds
+
+
+def both_passes(
+    operator: Operator, inputs: Mapping[str, Tensor], grad: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output, and the gradient of sum(output * grad) for every input."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    output = operator(leaves)
+    gradients = torch.autograd.grad(output, list(leaves.values()), grad.to(output.dtype))
+    return output.detach(), dict(zip(leaves, gradients, strict=True))

@@ -4,7 +4,7 @@ The floor of a token is the time of reading all weights and of reading and writi
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,7 @@ Row = dict[str, Any]
 Model = Literal["1M", "148M", "1.5B"]
 Peer = Literal["deltarule", "deltarule-attention", "transformers"]
 # Bytes a second of an H200's memory, as measured by a large copy.
-BANDWIDTH = 4.25e12
-CPU_BANDWIDTH = 2e10
+BANDWIDTH = {"cuda": 4.25e12, "cpu": 2e10}
 WARM_UP, STEPS, TIMES = 6, 20, 3
 PROMPT, SHORT = 128, 64
 
@@ -78,109 +77,88 @@ class TrainBenchRun:
 
 def bench_generate(run: GenerateBenchRun) -> None:
     """Time every model, peer and batch; each figure is written at once."""
-
-    cases = [
-        (
-            peer,
-            {"kind": "generate", "model": name, "batch": batch},
-            partial(time_generation, peer, SIZES[name], batch, run.new_tokens, device()),
-        )
-        for name in run.model
-        for peer in run.peer
-        for batch in run.batch
-    ]
-    results.file_each(results.new_report(sys.argv[1:]), attempts(cases), run.output)
+    pairs = [(name, peer) for name in run.model for peer in run.peer]
+    cases = [(*pair, {"batch": batch}) for pair in pairs for batch in run.batch]
+    attempt("generate", cases, partial(time_generation, new=run.new_tokens), run.output)
 
 
 def bench_train(run: TrainBenchRun) -> None:
     """Time every model and peer; each figure is written at once."""
-    cases = [
-        (
-            peer,
-            {"kind": "train", "model": name},
-            partial(time_training, peer, SIZES[name], device()),
-        )
-        for name in run.model
-        for peer in run.peer
-    ]
-    results.file_each(results.new_report(sys.argv[1:]), attempts(cases), run.output)
+    cases = [(name, peer, dict[str, Any]()) for name in run.model for peer in run.peer]
+    attempt("train", cases, time_training, run.output)
 
 
-def attempts(cases: Iterable[tuple[str, Row, Callable[[], Row]]]) -> Iterator[results.Found]:
-    """The figures of each case; what one of them raises is its row."""
-    for peer, case, measured in cases:
-        try:
-            figures = measured()
-        except (RuntimeError, ValueError, ImportError) as error:
-            figures = {"error": reason(error)}
-        yield peer, case, figures
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+def attempt(
+    kind: str, cases: list[tuple[Model, Peer, Row]], time: Callable[..., Row], output: Path
+) -> None:
+    """File the figures of each case; what one of them raises is its row."""
+
+    def found() -> Iterator[results.Found]:
+        for name, peer, options in cases:
+            try:
+                figures = time(peer, SIZES[name], device(), **options)
+            except (RuntimeError, ValueError, ImportError) as error:
+                figures = {"error": reason(error)}
+            yield peer, {"kind": kind, "model": name, **options}, figures
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    results.file_each(results.new_report(sys.argv[1:]), found(), output)
 
 
-def time_generation(peer: str, sizes: Sizes, batch: int, new: int, device: str) -> Row:
+def time_generation(peer: Peer, sizes: Sizes, device: str, *, batch: int, new: int) -> Row:
     """Milliseconds a token of greedy generation, the best of three after a first."""
-    model = built(peer, sizes, device)
+    model: Any = built(peer, sizes, device)
     prompts = torch.randint(sizes.vocab_size, (batch, PROMPT), device=device)
+    moved = sum(x.nbytes for x in model.parameters())
     if isinstance(model, CausalLM):
-        given = list(prompts)
-
-        def generate() -> None:
-            model.generate(given, max_new_tokens=new, temperature=0)
-
+        generate = partial(model.generate, list(prompts), max_new_tokens=new, temperature=0)
+        # Attention's cache does not count.
+        moved += 2 * model.init_state(batch).num_bytes
     else:
-        options = {
-            "max_new_tokens": new, "min_new_tokens": new, "do_sample": False,
-            "cache_implementation": "static", "pad_token_id": 0,
-        }  # fmt: skip
-
-        def generate() -> None:
-            mask = torch.ones_like(prompts)
-            model.generate(prompts, attention_mask=mask, **options)  # type: ignore[operator]
-
+        generate = partial(
+            model.generate, prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new,
+            min_new_tokens=new, do_sample=False, cache_implementation="static", pad_token_id=0,
+        )  # fmt: skip
     first = timing.host_seconds(generate)
     seconds = min(timing.host_seconds(generate) for _ in range(TIMES))
-    parameters = sum(x.numel() for x in model.parameters())
-    moved = sum(x.nbytes for x in model.parameters()) + 2 * state_bytes(model, batch)
-    bandwidth = CPU_BANDWIDTH if device == "cpu" else BANDWIDTH
     return {
-        "parameters": parameters, "prompt": PROMPT, "new_tokens": new, "first_s": first,
-        "ms_per_token": seconds / new * 1e3, "floor_ms": moved / bandwidth * 1e3,
+        "parameters": sum(x.numel() for x in model.parameters()), "prompt": PROMPT,
+        "new_tokens": new, "first_s": first, "ms_per_token": seconds / new * 1e3,
+        "floor_ms": moved / BANDWIDTH[device] * 1e3,
     }  # fmt: skip
 
 
-def time_training(peer: str, sizes: Sizes, device: str) -> Row:
+def time_training(peer: Peer, sizes: Sizes, device: str) -> Row:
     """Milliseconds of a step, eager and on a GPU as a graph, of the host and the GPU; memory."""
-    model = built(peer, sizes, device)
+    model, on_cpu = built(peer, sizes, device), device == "cpu"
     text = torch.randint(sizes.vocab_size, (sizes.rows, sizes.tokens + 1), device=device)
     row: Row = {"parameters": sum(x.numel() for x in model.parameters())}
     row |= {"rows": sizes.rows, "tokens": sizes.tokens}
-    for name, graphs in {"eager": False, "graph": True}.items():
+    # A CPU is its own host, and has no graphs.
+    for name in ("eager",) if on_cpu else ("eager", "graph"):
         optimizer = torch.optim.AdamW(
             model.parameters(), torch.tensor(1e-4, device=device), fused=True, capturable=True
         )
         optimizer._warned_capturable_if_run_uncaptured = True
+        graphs = name == "graph"
         step = TrainingStep(loss_of(model), optimizer, clip=1.0, cuda_graphs=graphs)
-        count = STEPS if device != "cpu" else 2
+        count, warm_up = (2, 1) if on_cpu else (STEPS, WARM_UP)
 
-        def several(step: TrainingStep = step, count: int = count) -> None:
+        def several(count: int, step: TrainingStep = step) -> None:
             for _ in range(count):
                 step([text])
 
-        if device != "cpu":
+        if not on_cpu:
             torch.cuda.reset_peak_memory_stats()
-        for _ in range(WARM_UP if device != "cpu" else 1):
-            step([text])
-        row[f"{name}_ms"] = timing.host_seconds(several) / count * 1e3
-        if device == "cpu":
-            # It is its own host, and has no graphs.
-            break
-        if not graphs:
+        several(warm_up)
+        row[f"{name}_ms"] = timing.host_seconds(partial(several, count)) / count * 1e3
+        if graphs:
+            row["gpu_ms"] = sum(timing.kernel_ms(partial(step, [text])).values())
+        elif not on_cpu:
             row["peak_GiB"] = torch.cuda.max_memory_allocated() / GIB
             # So few tokens that a GPU waits for the host.
             row["host_ms"] = timing.host_us(partial(step, [text[:1, : SHORT + 1]]), TIMES) / 1e3
-        else:
-            row["gpu_ms"] = sum(timing.kernel_ms(partial(step, [text])).values())
     return row
 
 
@@ -194,7 +172,7 @@ def loss_of(model: Any) -> Callable[[Tensor], Tensor]:
     )
 
 
-def built(peer: str, sizes: Sizes, device: str) -> nn.Module:
+def built(peer: Peer, sizes: Sizes, device: str) -> nn.Module:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(0)
     if peer == "transformers":
@@ -208,15 +186,9 @@ def built(peer: str, sizes: Sizes, device: str) -> nn.Module:
         model: nn.Module = transformers.LlamaForCausalLM(config)
         return model.to(device, dtype)
     name = "attention" if peer == "deltarule-attention" else "gated_deltanet"
-    options = sizes._asdict()
-    del options["rows"], options["tokens"]
+    options: dict[str, Any] = dict(zip(Sizes._fields[:4], sizes, strict=False))
     with torch.device(device):
         return CausalLM(ModelConfig(layer_types=name, tie_embeddings=False, **options)).to(dtype)
-
-
-def state_bytes(model: nn.Module, batch: int) -> int:
-    """Bytes of the state that a token reads and writes, without attention's cache."""
-    return model.init_state(batch).num_bytes if isinstance(model, CausalLM) else 0
 
 
 def fitting(*models: Model) -> tuple[Model, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bench import adapters, timing
 from bench.cases import OPERATIONS, Operation, Shape, Tensors, draw
+from bench.results import BOTH, FORWARD
 from deltarule.doctor.bars import relative_rms
 from deltarule.ops.delta_rule import definition
 from deltarule.processes import gpu_is_lost
@@ -17,10 +18,9 @@ from deltarule.processes import gpu_is_lost
 ROTATED_BYTES, MOST_COPIES = 256 * 2**20, 64
 # What a message of an error is cut to.
 REASON = 300
-# Names of the two passes in a row.
-FORWARD, BOTH = "forward", "forward_backward"
 
 Row = dict[str, Any]
+Run = Callable[[], object]
 
 
 class Setting(NamedTuple):
@@ -33,7 +33,7 @@ class Setting(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """A case set up: the peer's side, and arguments in as many copies as take turns."""
+    """A case set up: the peer's side, and arguments in as many copies as fill the cache."""
 
     side: adapters.Side
     copies: list[Tensors]
@@ -46,8 +46,14 @@ class Timed(NamedTuple):
     def forward_backward(self, arguments: Tensors, grad: Tensor) -> object:
         """One call, and the gradients of all its inputs."""
         leaves = [x for x in arguments.values() if x.requires_grad]
-        o = adapters.output(self.side.entry, self.side.call(arguments))
-        return torch.autograd.grad(o, leaves, grad)
+        return torch.autograd.grad(adapters.output(self.side.call(arguments)), leaves, grad)
+
+    def runs(self, backward: bool) -> list[Run]:
+        """Calls that take turns."""
+        if not backward:
+            return [partial(self.forward, x) for x in self.copies]
+        grad = torch.randn_like(adapters.output(self.forward(self.copies[0])))
+        return [partial(self.forward_backward, x, grad) for x in self.copies]
 
 
 def attempt(case: Row, setting: Setting) -> Row:
@@ -66,19 +72,33 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:REASON]
 
 
+def set_up(case: Row, setting: Setting, *, backward: bool) -> Timed:
+    side = adapters.side(setting.peer, case["operation"], setting.impl)
+    inputs = draw(OPERATIONS[case["operation"]], Shape(*case["shape"]), device=setting.device)
+    size = sum(x.nbytes for x in inputs.values())
+    count = 1 if setting.device == "cpu" else min(max(ROTATED_BYTES // size, 1), MOST_COPIES)
+    asks = backward and side.entry.no_backward is None
+
+    def copy() -> Tensors:
+        arguments = side.prepare({name: x.clone() for name, x in inputs.items()})
+        return {
+            name: x.detach().requires_grad_(asks and x.is_floating_point())
+            for name, x in arguments.items()
+        }
+
+    return Timed(side, [copy() for _ in range(count)])
+
+
 def time_case(case: Row, setting: Setting) -> Row:
     """One pass of an operation at a shape: forward, or forward and backward."""
-    timed = set_up(case, setting)
-    if not case["backward"]:
-        return {FORWARD: pass_figures([partial(timed.forward, x) for x in timed.copies], setting)}
-    if (why := timed.side.entry.no_backward) is not None:
+    backward = case["backward"]
+    timed = set_up(case, setting, backward=backward)
+    if backward and (why := timed.side.entry.no_backward) is not None:
         return {BOTH: {"error": why}}
-    grad = torch.randn_like(adapters.output(timed.side.entry, timed.forward(timed.copies[0])))
-    runs = [partial(timed.forward_backward, x, grad) for x in timed.copies]
-    return {BOTH: pass_figures(runs, setting)}
+    return {BOTH if backward else FORWARD: pass_figures(timed.runs(backward), setting)}
 
 
-def pass_figures(runs: Sequence[Callable[[], object]], setting: Setting) -> Row:
+def pass_figures(runs: Sequence[Run], setting: Setting) -> Row:
     """Seconds of the first call, memory, and both clocks; what fails is given with its reason."""
     try:
         row: Row = {"first_s": timing.host_seconds(runs[0]), "extra_MiB": timing.extra_mib(runs[0])}
@@ -95,34 +115,12 @@ def pass_figures(runs: Sequence[Callable[[], object]], setting: Setting) -> Row:
     return row
 
 
-def set_up(case: Row, setting: Setting) -> Timed:
-    """The peer's function, and its arguments in as many copies as fill the cache."""
-    side = adapters.side(setting.peer, case["operation"], setting.impl)
-    operation, shape = OPERATIONS[case["operation"]], Shape(*case["shape"])
-    inputs = draw(operation, shape, device=setting.device)
-    size = sum(x.nbytes for x in inputs.values())
-    count = 1 if setting.device == "cpu" else min(max(ROTATED_BYTES // size, 1), MOST_COPIES)
-
-    def copy() -> Tensors:
-        arguments = side.prepare({name: x.clone() for name, x in inputs.items()})
-        asks = bool(case["backward"]) and side.entry.no_backward is None
-        return {
-            name: x.detach().requires_grad_(asks and x.is_floating_point())
-            for name, x in arguments.items()
-        }
-
-    return Timed(side, [copy() for _ in range(count)])
-
-
 def overhead_case(case: Row, setting: Setting) -> Row:
     """What the host spends on calls that give the GPU next to nothing to do: forward, and both."""
-    timed = set_up(case, setting)
-    run: Callable[[], object] = partial(timed.forward, timed.copies[0])
-    row: Row = {"host_us": timing.host_us(run, setting.repeats)}
+    timed = set_up(case, setting, backward=False)
+    row: Row = {"host_us": timing.host_us(timed.runs(False)[0], setting.repeats)}
     if timed.side.entry.no_backward is None:
-        timed = set_up({**case, "backward": True}, setting)
-        grad = torch.randn_like(adapters.output(timed.side.entry, timed.forward(timed.copies[0])))
-        run = partial(timed.forward_backward, timed.copies[0], grad)
+        run = set_up(case, setting, backward=True).runs(True)[0]
         row["host_both_us"] = timing.host_us(run, setting.repeats)
         # Without the hop to the engine's thread for the GPU and back.
         with torch.autograd.set_multithreading_enabled(False):
@@ -132,12 +130,9 @@ def overhead_case(case: Row, setting: Setting) -> Row:
 
 def cold_case(case: Row, setting: Setting) -> Row:
     """The first forward and backward call of a process, imports and the GPU's context done."""
-    timed = set_up(case, setting)
-    _, *sizes = case["shape"]
-    o = Shape("", *sizes)
-    grad = torch.randn(
-        o.batch, o.tokens, o.value_heads, o.value_size, device=setting.device, dtype=torch.bfloat16
-    )
+    timed, o = set_up(case, setting, backward=True), Shape(*case["shape"])
+    size = o.batch, o.tokens, o.value_heads, o.value_size
+    grad = torch.randn(size, device=setting.device, dtype=torch.bfloat16)
     run = partial(timed.forward_backward, timed.copies[0], grad)
     return {"seconds": timing.host_seconds(run)}
 
@@ -147,14 +142,13 @@ def error_case(case: Row, setting: Setting) -> Row:
     operation = OPERATIONS[case["operation"]]
     inputs = draw(operation, Shape(*case["shape"]), device=setting.device, seed=1)
     side = adapters.side(setting.peer, case["operation"], setting.impl)
-    backward = case["operation"] != "decode" and side.entry.no_backward is None
 
     def errors(with_gradients: bool) -> Row:
         exact = results(partial(reference, operation), widened(inputs), with_gradients)
-        found = results(partial(through, side), inputs, with_gradients)
+        found = results(side.through, inputs, with_gradients)
         return {name: relative_rms(found[name], exact[name]) for name in exact if name in found}
 
-    if not backward:
+    if case["operation"] == "decode" or side.entry.no_backward is not None:
         return {"errors": errors(with_gradients=False)}
     try:
         return {"errors": errors(with_gradients=True)}
@@ -200,22 +194,11 @@ def reference(operation: Operation, inputs: Tensors) -> tuple[Tensor, Tensor | N
     )  # fmt: skip
 
 
-def through(side: adapters.Side, inputs: Tensors) -> tuple[Tensor, Tensor | None]:
-    """A peer's function from our inputs to our layout."""
-    arguments = side.prepare(inputs)
-    result = side.call(arguments)
-    q, v = inputs["q"], inputs["v"]
-    shape = (*q.shape[:2], *v.shape[2:])
-    return adapters.in_our_layout(side.entry, result, arguments, shape)
-
-
 def ceilings_case(case: Row, setting: Setting) -> Row:
     """The device, and the two rates that bound everything on it."""
-    return {
-        "device": torch.cuda.get_device_name(),
-        "copy_TB_s": timing.copy_bandwidth() / 1e12,
-        "matrix_TFLOP_s": timing.matrix_rate() / 1e12,
-    }
+    rates = timing.copy_bandwidth() / 1e12, timing.matrix_rate() / 1e12
+    told = {"device": torch.cuda.get_device_name()}
+    return told | dict(zip(("copy_TB_s", "matrix_TFLOP_s"), rates, strict=True))
 
 
 def model_case(case: Row, setting: Setting) -> Row:

@@ -45,7 +45,7 @@ FOLDERS = {
     "src/deltarule/train": 5_130,
     "src/deltarule/tasks": 1_540,
     "experiments": 4_200,
-    "bench": 3_560,
+    "bench": 3_270,
 }
 
 NOT_CODE = {

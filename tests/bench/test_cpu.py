@@ -1,10 +1,11 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 
-from bench import cpu, peers
+from bench import cpu
 from deltarule.train import extra
 from deltarule.train.extra import MissingExtraError
 
@@ -24,21 +25,20 @@ def test_both_sides_compute_the_same(report):
     for comparison in report["comparisons"]:
         for side in ("deltarule", "transformers"):
             errors = comparison[side]["relative_errors"]
-            assert set(errors) == {
-                "o",
-                *(f"grad {x}" for x in ("q", "k", "v", "beta", "log_decay")),
-            }
+            names = ("q", "k", "v", "beta", "log_decay")
+            assert set(errors) == {"o", *(f"grad {x}" for x in names)}
             assert max(errors.values()) < 5e-6
 
 
 def test_figures_are_complete(report):
-    assert [comparison["name"] for comparison in report["comparisons"]] == [
-        "gated_delta_rule",
-        "kda",
-    ]
+    assert [one["name"] for one in report["comparisons"]] == ["gated_delta_rule", "kda"]
     for comparison in report["comparisons"]:
         ours, theirs = comparison["deltarule"], comparison["transformers"]
         assert len(ours["seconds"]) == len(theirs["seconds"]) == 2
+        for side in (ours, theirs):
+            quarters = np.percentile(side["seconds"], [25, 50, 75])
+            names = ("lower_quartile", "median", "upper_quartile")
+            assert [side[name] for name in names] == quarters.tolist()
         assert comparison["speedup"] == theirs["median"] / ours["median"]
         assert comparison["saved_ratio"] == ours["saved_bytes"] / theirs["saved_bytes"]
         # At the least q, k and v.
@@ -52,16 +52,13 @@ def test_table_names_what_was_missed(report):
     assert "NOT met" in text
 
 
-def figures(median, saved_bytes):
-    return {"median": median, "saved_bytes": saved_bytes}
-
-
 @pytest.mark.parametrize(
     ("seconds", "saved", "met"), [(0.5, 50, True), (0.51, 50, False), (0.5, 51, False)]
 )
 def test_both_bars_must_be_met(seconds, saved, met):
     case = cpu.CASES["gated_delta_rule"]
-    verdict = cpu.verdict(case, deltarule=figures(seconds, saved), transformers=figures(1.0, 100))
+    figures = {"median": seconds, "saved_bytes": saved}, {"median": 1.0, "saved_bytes": 100}
+    verdict = cpu.verdict(case, **dict(zip(("deltarule", "transformers"), figures, strict=True)))
     assert verdict["met"] is met
 
 
@@ -83,9 +80,26 @@ def test_a_failure_inside_transformers_is_not_mistaken_for_its_absence(monkeypat
 
     monkeypatch.setattr(extra.importlib, "import_module", broken)
     with pytest.raises(ModuleNotFoundError, match="tokenizers"):
-        peers.versions()
+        cpu.transformers_version()
 
 
 def test_repeats_must_be_positive():
     with pytest.raises(ValueError, match="repeats"):
         cpu.main(None, 0)
+
+
+def saves_twice(inputs):
+    # Both products save x (once counted); the first saves its own result for the second.
+    square = inputs["x"] * inputs["x"]
+    return square * inputs["x"][:10]
+
+
+def saves_behind_a_view(inputs):
+    # exp saves its result, the product saves both factors: the detached one keeps all of x alive.
+    return inputs["x"][:1].exp() * inputs["x"][:1].detach()
+
+
+@pytest.mark.parametrize(("operator", "rows"), [(saves_twice, 20), (saves_behind_a_view, 11)])
+def test_saved_bytes_counts_each_whole_storage_once(operator, rows):
+    x = torch.randn(10, 100)
+    assert cpu.saved_bytes(operator, {"x": x}) == rows * x[0].nbytes

@@ -26,6 +26,7 @@ def test_a_variant_is_turned_on_and_off_again():
 @pytest.mark.parametrize("name", fused.CASES)
 def test_every_call_runs(name, monkeypatch):
     monkeypatch.setattr(fused, "REPEATS", 1)
-    _, _, _, _, _, *options, lengths = fused.CASES[name]
-    small = (1, 7, 1, 2, 8, *options, (3, 4) if lengths else ())
+    case = fused.CASES[name]
+    lengths = (3, 4) if case.lengths else ()
+    small = case._replace(batch=1, tokens=7, heads=1, value_heads=2, size=8, lengths=lengths)
     assert [variant for variant, _ in fused.figures(small, "cpu")] == ["triton", "fused", "chosen"]

@@ -6,7 +6,6 @@ import pytest
 from bench import decode, fused, neighbours, report, results, scans, slstm, table
 from bench.cases import SHAPES
 from bench.command import case
-from bench.figure import draw_figure
 from bench_example import example_report
 
 TRAIN = SHAPES["8x4096-h16"]
@@ -173,7 +172,7 @@ def test_a_page_that_lost_a_mark_is_left_alone(tmp_path):
 
 
 def test_a_report_without_times_has_an_empty_picture(tmp_path):
-    draw_figure([], tmp_path / "bench.png")
+    report.draw_figure([], tmp_path / "bench.png")
     assert (tmp_path / "bench.png").stat().st_size > 0
 
 

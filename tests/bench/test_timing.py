@@ -46,6 +46,21 @@ def test_host_time_is_that_of_one_call_after_a_round_to_warm_up(clock):
     assert timing.host_us(clock.run, 3) == pytest.approx(2000)
 
 
+def test_runs_to_compare_take_turns_after_one_that_is_not_counted():
+    calls = []
+    runs = {name: lambda name=name: calls.append(name) for name in "ab"}
+    seconds = timing.interleaved_seconds(runs, repeats=3)
+    assert calls == ["a", "b"] * 4
+    assert [len(seconds[name]) for name in "ab"] == [3, 3]
+
+
+def test_gradients_belong_to_their_inputs():
+    inputs = {"x": torch.tensor(3.0), "y": torch.tensor(5.0)}
+    o, gradients = timing.both_passes(lambda x: x["x"] * x["y"], inputs, torch.tensor(2.0))
+    assert o == 15
+    assert gradients == {"x": torch.tensor(10.0), "y": torch.tensor(6.0)}
+
+
 @on_the_host
 def test_there_is_no_device_memory_to_count():
     assert timing.extra_mib(lambda: torch.zeros(10)) is None
