@@ -162,7 +162,6 @@ def operations_of(name: str) -> list[str]:
 
 
 def side(peer: str, name: str, impl: str) -> Side:
-    """Import a peer's function, or ours."""
     operation = OPERATIONS[name]
     if name not in operations_of(peer):
         raise ValueError(f"{peer} has no {operation.title}")

@@ -74,7 +74,6 @@ class ModelBenchRun:
 
 
 def bench(run: BenchRun) -> None:
-    """Run the benchmark, or the one of the CPU."""
     if run.cpu:
         cpu.main(run.output, run.repeats or CPU_REPEATS)
         return
@@ -88,7 +87,6 @@ def bench(run: BenchRun) -> None:
 
 
 def bench_model(run: ModelBenchRun) -> None:
-    """Run the benchmark of the language model."""
     tokens = dict(model.BATCHES)
     for batch in run.batch:
         check_known("--batch", str(batch), [*map(str, tokens)])
@@ -197,5 +195,4 @@ def measured_apart(
 
 
 def empty_caches(folder: Path) -> dict[str, str]:
-    """Variables under which nothing compiled earlier is found."""
     return {"TRITON_CACHE_DIR": str(folder / "triton"), "TILELANG_CACHE_DIR": str(folder / "tl")}

@@ -107,7 +107,6 @@ def count(operation: Operation, shape: Shape, *, backward: bool) -> Count:
 
 
 def input_bytes(operation: Operation, shape: Shape) -> int:
-    """Queries, keys, values, gates and erase vectors, once."""
     tokens = shape.batch * shape.tokens
     rows = tokens * operation.n_steps
     total = HALF * shape.key_size * shape.heads * (tokens + rows)

@@ -129,7 +129,6 @@ def named(inputs: Mapping[str, Tensor], operator: Operator, grad: Tensor) -> dic
 def verdict(
     case: Case, *, deltarule: Mapping[str, Any], transformers: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The two ratios, and whether they meet what the case asks."""
     speedup = transformers["median"] / deltarule["median"]
     saved = deltarule["saved_bytes"] / transformers["saved_bytes"]
     return {
@@ -175,7 +174,6 @@ def saved_bytes(operator: Operator, inputs: Mapping[str, Tensor]) -> int:
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The report for a reader."""
     shape, versions = Shape(**report["timed_shape"]), report["versions"]
     rows, verdicts = [], []
     for one in report["comparisons"]:

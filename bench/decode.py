@@ -27,7 +27,6 @@ Gates = tuple[Tensor | deltarule.BetaLogits, Tensor | deltarule.DecayLogits]
 
 
 def found(report: results.Row) -> Iterator[results.Found]:
-    """The times of all batches."""
     bandwidth = copy_bandwidth()
     report["ceilings"] = {"copy_TB_s": bandwidth / 1e12}
     for dtype in (torch.float32, torch.bfloat16):

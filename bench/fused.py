@@ -106,7 +106,6 @@ def figures(call: Call, device: str = "cuda") -> Iterator[tuple[str, results.Row
 
 
 def found(_: results.Row) -> Iterator[results.Found]:
-    """The figures of all calls."""
     for title, call in CASES.items():
         for name, row in figures(call):
             yield name, {"kind": "fused", "call": title}, row

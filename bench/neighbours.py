@@ -63,7 +63,6 @@ class Case(NamedTuple):
 
 
 def found(report: results.Row) -> Iterator[results.Found]:
-    """The figures of all cases."""
     bandwidth, rate = copy_bandwidth(), matrix_rate()
     report["ceilings"] = {"copy_TB_s": bandwidth / 1e12, "matrix_TFLOP_s": rate / 1e12}
     for name, make in CASES.items():

@@ -48,7 +48,6 @@ TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 
 
 def models_of(group: str) -> dict[str, Sizes]:
-    """Models that are timed on a "gpu" or a "cpu", by name."""
     common = TABLE["common"] | {"eos_token_id": None}
     found = {name: Sizes(**row) for name, row in TABLE[group].items()}
     return {name: sizes._replace(options=common | sizes.options) for name, sizes in found.items()}
@@ -178,7 +177,6 @@ def sides_of(model: nn.Module) -> Sides:
 
 
 def file_of(model: nn.Module) -> Any:
-    """The module of Python that the model's class is written in."""
     return sys.modules[type(model).__module__]
 
 

@@ -79,7 +79,6 @@ def timings(reports: Sequence[Row]) -> list[Timing]:
 
 
 def graph_ms(row: Row, passed: str) -> float | None:
-    """Milliseconds of a pass in a CUDA graph, if it ran."""
     return row.get(passed, {}).get("graph_ms")
 
 

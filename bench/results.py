@@ -126,7 +126,6 @@ def with_rates(row: Row, name: str) -> Row:
 
 
 def save(report: Row, path: Path) -> None:
-    """Write the report whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1) + "\n"
     write_atomically(path, lambda aside: aside.write_text(text))

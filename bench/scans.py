@@ -90,7 +90,6 @@ def figures(
 
 
 def found(_: results.Row) -> Iterator[results.Found]:
-    """The figures of all layers."""
     for name in LAYERS:
         for side, row in figures(name):
             yield side, {"kind": "scan", "layer": name}, row

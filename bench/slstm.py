@@ -80,7 +80,6 @@ def figures(
 
 
 def found(report: results.Row) -> Iterator[results.Found]:
-    """The figures of both sides."""
     if find_spec("xlstm"):
         report["versions"]["xlstm"] = version("xlstm")
     for channels, heads in HEADS.items():

@@ -1,6 +1,9 @@
 """A report as tables: in the terminal, and on the page of performance."""
 
+import tomllib
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.cases import OPERATIONS, Shape
@@ -57,7 +60,6 @@ def report_tables(report: Row) -> Iterator[Table]:
 
 
 def refusals(rows: list[Row]) -> list[str]:
-    """Why rows, passes or clocks have no figure."""
     found = []
     for row in rows:
         who = ", ".join(filter(None, [row["peer"], label(row)]))
@@ -90,48 +92,21 @@ def number(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def error_line(row: Row) -> Cells:
+def line_of(figures: Cells, row: Row) -> Cells:
+    """What a row is about, the peer, and its figures; of errors o, state and worst gradient."""
+    if row["kind"] != "error":
+        return [label(row), row["peer"], *(number(row.get(key)) for key in figures)]
     errors = row["errors"]
     gradients = {name: x for name, x in errors.items() if name.startswith("grad")}
     worst = max(gradients, key=lambda name: gradients[name], default=None)
     told = f"{worst.removeprefix('grad ')} {gradients[worst]:.1e}" if worst else NOTHING
-    cells = [f"{errors[name]:.1e}" if name in errors else NOTHING for name in ("o", "state")]
+    cells = [f"{errors[name]:.1e}" if name in errors else NOTHING for name in figures]
     return [label(row), row["peer"], *cells, told]
 
 
-def figure_line(*keys: str) -> Callable[[Row], Cells]:
-    return lambda row: [label(row), row["peer"], *(number(row.get(key)) for key in keys)]
-
-
+# Title, heads and the line of a row, by the kind of rows.
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 OTHERS: dict[str, tuple[str, Cells, Callable[[Row], Cells]]] = {
-    "error": (
-        "relative RMS error against the float64 definition",
-        ["operator", "peer", "o", "final state", "worst gradient"],
-        error_line,
-    ),
-    "overhead": (
-        "host time of one call, 1x64",
-        ["operator", "peer", "forward us", "forward + backward us", "the same on one thread us"],
-        figure_line("host_us", "host_both_us", "host_one_thread_us"),
-    ),
-    "cold": (
-        "first forward and backward call, empty caches, 8x4096",
-        ["operator", "peer", "s"],
-        figure_line("seconds"),
-    ),
-    "model": (
-        "training steps of a 1.3 B DeltaNet, bfloat16",
-        ["batch", "peer", "tokens/s", "peak GiB", "first step s"],
-        figure_line("tokens_per_s", "peak_GiB", "first_s"),
-    ),
-    "generate": (
-        "generation, greedy, prompts of 128 tokens included, bfloat16",
-        ["model, rows", "peer", "ms a token", "floor"],
-        figure_line("ms_per_token", "floor_ms"),
-    ),
-    "train": (
-        "training steps (fused AdamW, clipping), bfloat16",
-        ["model, rows x tokens", "peer", "eager ms", "host ms", "graph ms", "GPU ms", "peak GiB"],
-        figure_line("eager_ms", "host_ms", "graph_ms", "gpu_ms", "peak_GiB"),
-    ),
+    kind: (table["title"], table["heads"], partial(line_of, table["figures"]))
+    for kind, table in TABLE.items()
 }

@@ -83,7 +83,6 @@ def bench_generate(run: GenerateBenchRun) -> None:
 
 
 def bench_train(run: TrainBenchRun) -> None:
-    """Time every model and peer; each figure is written at once."""
     cases = [(name, peer, dict[str, Any]()) for name in run.model for peer in run.peer]
     attempt("train", cases, time_training, run.output)
 

@@ -39,7 +39,6 @@ class Timed(NamedTuple):
     copies: list[Tensors]
 
     def forward(self, arguments: Tensors) -> adapters.Result:
-        """One call without gradients."""
         with torch.no_grad():
             return self.side.call(arguments)
 
@@ -179,7 +178,6 @@ def results(
 
 
 def reference(operation: Operation, inputs: Tensors) -> tuple[Tensor, Tensor | None]:
-    """The definition, one token at a time."""
     q, k, v = (inputs[name] for name in "qkv")
     log_decay = inputs.get("log_decay")
     if operation is OPERATIONS["softmax"]:
@@ -202,7 +200,6 @@ def ceilings_case(case: Row, setting: Setting) -> Row:
 
 
 def model_case(case: Row, setting: Setting) -> Row:
-    """Training steps of a language model, which nothing else here needs."""
     from bench.model import time_model
 
     return time_model(case, setting.peer, setting.device)

@@ -36,7 +36,7 @@ def draw(form: Form, results: list[Result]) -> Figure:
             .replace(" ", "\n", 1)
             for name in names
         ]  # fmt: skip
-        published, title = Curve.at(layer, theirs, published=True), f"published, {paper[-5:]}"
+        published, title = Curve(layer, theirs, published=True), f"published, {paper[-5:]}"
         panels += [
             Panel([ours], "variant", "bits per byte, held out", title_of(layer), ticks),
             Panel([published], "variant", "perplexity of a word", title, ticks),
@@ -45,7 +45,6 @@ def draw(form: Form, results: list[Result]) -> Figure:
 
 
 def table(form: Form, results: list[Result]) -> str:
-    """Ours beside the perplexities of both papers."""
     runs, rows = figures_of(results, bits), []
     for name, run in runs.items():
         variant, theirs = form["variants"][name], form["published"][name]

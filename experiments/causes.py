@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from bench.markdown import markdown_table
 from experiments.experiment import Form, Result, load_experiment, merged
-from experiments.figures import Figure, Panel, draw_curves, title_of
+from experiments.figures import Figure, Panel, draw_curves, in_training, title_of
 from experiments.seeds import Runs
-from experiments.task_cell import TaskCell, in_training
+from experiments.task_cell import TaskCell
 
 
 def changes(form: Form) -> Iterator[tuple[str, Form, Form]]:
@@ -54,7 +54,6 @@ def draw(form: Form, results: list[Result]) -> Figure:
 
 
 def table(form: Form, results: list[Result]) -> str:
-    """Where every run ended, and the horizons that its layers started with."""
     rows = []
     for asked, made, runs in runs_of(form, results):
         for run in runs:

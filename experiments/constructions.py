@@ -115,7 +115,6 @@ class Construction:
 
     @property
     def n_steps(self) -> int:
-        """The most reflections that an element needs."""
         return max(map(len, self.reflections))
 
     @property

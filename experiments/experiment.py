@@ -117,7 +117,6 @@ class Experiment:
         save(self.module.draw(self.forms[scale], results), path)
 
     def table(self, scale: Scale, results: list[Result]) -> str:
-        """A table of finished cells in Markdown: ours beside the published values."""
         return str(self.module.table(self.forms[scale], results))
 
 
@@ -174,7 +173,6 @@ def figures(table: str) -> dict[str, dict[Any, float]]:
 
 
 def read_settings(name: str, folder: Path = HERE) -> dict[Any, Form]:
-    """The forms of the experiment of this name."""
     path = folder / "settings" / f"{name}.toml"
     forms: dict[Any, Form] = tomllib.loads(path.read_text(encoding="utf-8"))
     common = forms.pop("all", {})

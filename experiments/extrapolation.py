@@ -16,7 +16,6 @@ PUBLISHED_FAR = {"deltanet": 3.37, "delta_product": 3.05}
 
 
 def cells(form: Form) -> list[TextCell]:
-    """A model for each mixer and seed, trained on short rows and measured on long ones."""
     length, size = form["trained"], form["size"]
     models = {name: text_model(name, size) for name in form["systems"]}
     return [
@@ -47,7 +46,7 @@ def draw(form: Form, results: list[Result]) -> Figure:
         marks={f"trained to {form['trained']:,}": form["trained"]},
     )  # fmt: skip
     published = panel(
-        [Curve.at(name, {32_768: nats}, published=True) for name, nats in PUBLISHED_FAR.items()],
+        [Curve(name, {32_768: nats}, published=True) for name, nats in PUBLISHED_FAR.items()],
         "position in the row, tokens of code", "nats per token", "published, trained to 4,096",
         levels={"at 4,096": PUBLISHED_AT_ONCE},
         limits=(PUBLISHED_AT_ONCE - 0.08, max(PUBLISHED_FAR.values()) + 0.05),

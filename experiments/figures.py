@@ -10,6 +10,7 @@ from deltarule.models import PATTERNS
 from deltarule.nn import SYSTEMS
 from deltarule.train.extra import require
 from deltarule.train.figures import DARK, DOTS_PER_INCH, INK, LIGHT, MIDDLE, draw_levels, dress
+from experiments.experiment import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,12 +69,9 @@ class Curve:
     label: str
     """A key of `deltarule.nn.SYSTEMS` or `deltarule.models.PATTERNS`, maybe with `BARE` behind it,
     shown by its title and drawn in its own look; or any other text."""
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] | None = None
-    """Least of the values that each y stands for, such as those of several seeds."""
-    high: Sequence[float] | None = None
-    """Largest of them."""
+    points: Mapping[Any, float]
+    ranges: Sequence[tuple[float, float]] | None = None
+    """Least and largest value that each point stands for, such as those of several seeds."""
     published: bool = False
     """Read from the paper: hollow marks and no line."""
     look: str | None = None
@@ -81,24 +79,22 @@ class Curve:
     the label."""
 
     @classmethod
-    def at(
-        cls,
-        label: str,
-        points: Mapping[Any, float],
-        *,
-        published: bool = False,
-        look: str | None = None,
-    ) -> "Curve":
-        return cls(label, [*points], [*points.values()], published=published, look=look)
-
-    @classmethod
     def through(
         cls, label: str, points: Mapping[Any, Sequence[float]], *, look: str | None = None
     ) -> "Curve":
         """The mean of the values at each place, such as those of several seeds, and their range."""
-        values = points.values()
-        mean = [*map(statistics.fmean, values)]
-        return cls(label, [*points], mean, [*map(min, values)], [*map(max, values)], look=look)
+        means = {place: statistics.fmean(values) for place, values in points.items()}
+        return cls(label, means, [(min(x), max(x)) for x in points.values()], look=look)
+
+
+def in_training(label: str, result: Result) -> Curve:
+    """What a cell watched, step by step: the accuracy, or bits per byte of text.
+
+    Examples:
+        >>> in_training("gla", Result("a", {}, {"curve": [[100, 2.5, 0.25]]})).points
+        {100: 0.25}
+    """
+    return Curve(label, {step: seen for step, *_, seen in result.figures["curve"]})
 
 
 @dataclass(frozen=True)
@@ -176,21 +172,22 @@ def draw_panel(axes: "Axes", panel: Panel, looks: dict[str, Look]) -> None:
         axes.set_yscale("log")
     shifts = shifts_of(panel)
     for curve in panel.curves:
-        x = [place + shifts.get(curve.label, 0.0) for place in curve.x]
+        x = [place + shifts.get(curve.label, 0.0) for place in curve.points]
         look, joined = looks[curve.label], not panel.ticks
         axes.plot(
-            x, curve.y, color=look.ink, linewidth=1.6, marker=look.mark, markeredgecolor=look.ink,
+            x, [*curve.points.values()], color=look.ink, linewidth=1.6, marker=look.mark,
             linestyle=look.line if joined and not curve.published else "none",
-            markersize=8 if curve.published else 6,
+            markersize=8 if curve.published else 6, markeredgecolor=look.ink,
             markerfacecolor="none" if curve.published else look.ink,
             markevery=max(1, len(x) // MOST_MARKS),
         )  # fmt: skip
-        if curve.low is None or curve.high is None:
+        if not curve.ranges:
             continue
+        low, high = zip(*curve.ranges, strict=True)
         if joined and len(x) > 1:
-            axes.fill_between(x, curve.low, curve.high, color=look.ink, alpha=0.18, linewidth=0)
+            axes.fill_between(x, low, high, color=look.ink, alpha=0.18, linewidth=0)
         else:
-            axes.vlines(x, curve.low, curve.high, color=look.ink, linewidth=1.2)
+            axes.vlines(x, low, high, color=look.ink, linewidth=1.2)
     name_places(axes, panel)
     draw_levels(axes, dict(panel.levels))
     for name, place in panel.marks.items():
@@ -207,11 +204,11 @@ def shifts_of(panel: Panel) -> dict[str, float]:
     """How far beside a named place each label's points stand, where labels share places.
 
     Examples:
-        >>> shifts_of(Panel([Curve("a", [0], [1]), Curve("b", [0], [1])], "", "", ticks=("t",)))
+        >>> shifts_of(Panel([Curve("a", {0: 1}), Curve("b", {0: 1})], "", "", ticks=("t",)))
         {'a': -0.15, 'b': 0.15}
     """
     labels = list(dict.fromkeys(curve.label for curve in panel.curves))
-    held = {(curve.label, place) for curve in panel.curves for place in curve.x}
+    held = {(curve.label, place) for curve in panel.curves for place in curve.points}
     shared = len(held) > len({place for _, place in held})
     if not panel.ticks or not shared:
         return {}
@@ -219,8 +216,7 @@ def shifts_of(panel: Panel) -> dict[str, float]:
 
 
 def name_places(axes: "Axes", panel: Panel) -> None:
-    """Ticks at the very places where there are few of them."""
-    places = sorted({float(x) for curve in panel.curves for x in curve.x})
+    places = sorted({float(x) for curve in panel.curves for x in curve.points})
     if panel.ticks:
         axes.set_xticks(range(len(panel.ticks)), panel.ticks)
         axes.set_xlim(-0.5, len(panel.ticks) - 0.5)

@@ -15,8 +15,8 @@ from deltarule.train.task_rows import Curriculum
 from experiments.constructions import Action, Construction
 from experiments.experiment import Form, Result
 from experiments.figures import Curve, Figure, Panel, draw_curves
-from experiments.seeds import Runs, by_setting
-from experiments.task_cell import Evaluation, TaskCell, first_evaluation, task_cell
+from experiments.seeds import Runs, by_setting, first_evaluation
+from experiments.task_cell import Evaluation, TaskCell, task_cell
 
 LABEL, ROWS = "new rows", 1000
 # Rows grow from two elements on: products of few have to be learned before those of many.
@@ -44,7 +44,6 @@ class ExactCell:
 
 
 def cells(form: Form) -> list[TaskCell | ExactCell]:
-    """Every group, number of writes and seed, and the exact weights."""
     settings = [(group, n, 2.0) for group, steps in form["groups"].items() for n in steps]
     settings += [(group, n, 1.0) for group, steps in form["positive"].items() for n in steps]
     trained = [make_cell(form, *one, seed) for one in settings for seed in form["seeds"]]
@@ -74,7 +73,6 @@ def trained_runs(results: Sequence[Result], group: Group) -> dict[str, list[Resu
 
 
 def shares(run: Result) -> dict[int, float]:
-    """Shares of rows that are right up to each length."""
     return dict(map(tuple, first_evaluation(run)["prefixes"]))
 
 
@@ -88,19 +86,18 @@ def draw(form: Form, results: list[Result]) -> Figure:
     panel = partial(Panel, x="elements", y="rows right up to here", log_x=True, marks=marks)
     for group in reversed(form["groups"]):
         curves = [
-            Curve.at(label, shares(run), look=label.partition(",")[0])
+            Curve(label, shares(run), look=label.partition(",")[0])
             for label, runs in trained_runs(results, group).items()
             for run in runs
         ]
         if group == "S_5":
             theirs = form["published"].items()
-            curves += [Curve.at(f"n = {n}", points, published=True) for n, points in theirs]
+            curves += [Curve(f"n = {n}", points, published=True) for n, points in theirs]
         panels.append(panel(curves, title=group, limits=(-0.02, 1.05)))
     return draw_curves(panels, title="Word problems of groups", columns=2)
 
 
 def table(form: Form, results: list[Result]) -> str:
-    """What was learned, and what exact weights do."""
     lengths, rows = (form["trained"], form["prefixes"][-1]), []
     for group in reversed(form["groups"]):
         for label, runs in trained_runs(results, group).items():

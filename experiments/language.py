@@ -30,7 +30,7 @@ def draw(form: Form, results: list[Result]) -> Figure:
     courses = [learning_curve(name, runs[name]) for name in order]
     at_the_end = [Curve.through(x, {place: found[x].values}) for place, x in enumerate(order)]
     published = [
-        Curve.at(name, {place: form["published"][name]["1.3 B"]}, published=True)
+        Curve(name, {place: form["published"][name]["1.3 B"]}, published=True)
         for place, name in enumerate(order)
         if "1.3 B" in form["published"].get(name, {})
     ]
@@ -45,7 +45,6 @@ def draw(form: Form, results: list[Result]) -> Figure:
 
 
 def table(form: Form, results: list[Result]) -> str:
-    """Ours, the best first, beside the published perplexities, which are of words and larger."""
     runs = figures_of(results, bits)
     parameters = figures_of(results, lambda result: result.figures["parameters"])
     rows = []

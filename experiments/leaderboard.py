@@ -27,7 +27,8 @@ from experiments import mad
 from experiments.experiment import Form, Result, read_settings
 from experiments.figures import Figure, title_of
 from experiments.records import write_json
-from experiments.task_cell import Evaluation, TaskCell, first_evaluation
+from experiments.seeds import first_evaluation
+from experiments.task_cell import Evaluation, TaskCell
 from experiments.text_cell import TextCell, bits, text_cells, text_model
 
 # Scores this near are one: of tasks, whose tests have 1,000 rows, and of text.
@@ -72,7 +73,6 @@ class Entry:
         }
 
     def trained(self, rate: float, seed: int, folder: Path, device: torch.device) -> dict[str, Any]:
-        """One training run, or what it found when it was run before."""
         own = folder / f"lr{rate:g}-seed{seed}"
         found = own / "figures.json"
         if not found.exists():
@@ -223,7 +223,6 @@ def told(one: Scored, placed: Mapping[str, int]) -> str:
 
 
 def counts(ranked: list[Scored]) -> str:
-    """How many systems solve a task, and how many guess; nothing of text."""
     if not ranked or ranked[0].lower:
         return ""
     solve = sum(one.mean > SOLVED for one in ranked)

@@ -25,15 +25,9 @@ from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 from deltarule.tasks import load_task
 from experiments.experiment import Form, Result
-from experiments.figures import Curve, Figure, Panel, draw_curves, title_of
-from experiments.task_cell import (
-    Evaluation,
-    TaskCell,
-    accuracy,
-    first_evaluation,
-    in_training,
-    task_cell,
-)
+from experiments.figures import Curve, Figure, Panel, draw_curves, in_training, title_of
+from experiments.seeds import accuracy, first_evaluation
+from experiments.task_cell import Evaluation, TaskCell, task_cell
 
 # GLA is published without one.
 NO_CONVOLUTION = ("gla", "attention")
@@ -126,7 +120,7 @@ def draw(form: Form, results: list[Result]) -> Figure:
         runs, last = of_task(form, name, results), task.get("steps", form["each"]["steps"])
         curves = [in_training(layer, result) for layer, result in runs.items()]
         curves += [
-            Curve.at(layer, {last: given[layer][name] / 100}, published=True)
+            Curve(layer, {last: given[layer][name] / 100}, published=True)
             for layer in runs
             if layer in given
         ]
@@ -137,7 +131,6 @@ def draw(form: Form, results: list[Result]) -> Figure:
 
 
 def table(form: Form, results: list[Result]) -> str:
-    """Ours at the baseline setting, and the published mean over all settings."""
     rows = []
     for name, task in form["tasks"].items():
         for layer, result in of_task(form, name, results).items():

@@ -5,7 +5,6 @@ value: the error is |S k_i - v_i|^2 / |v_i|^2, so that an empty memory, which an
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,43 +47,29 @@ class Memory(NamedTuple):
     answers: Tensor
 
 
-# Independent unit vectors, float64 [count, width], of a count.
-Directions = Callable[[int], Tensor]
-
-
-def random_pairs(directions: Directions, pairs: int) -> Memory:
-    keys, values = directions(pairs), directions(pairs)
-    return Memory(keys, values, keys, values)
-
-
-def correlated_pairs(directions: Directions, pairs: int) -> Memory:
-    """Unit keys that have a direction in common."""
-    own, common = directions(pairs), directions(1)
-    keys = normalize(math.sqrt(1 - SHARED) * own + math.sqrt(SHARED) * common, dim=-1)
-    values = directions(pairs)
-    return Memory(keys, values, keys, values)
-
-
-def overwritten_pairs(directions: Directions, pairs: int) -> Memory:
-    """All keys are written with values of before, and then again with those that count."""
-    keys, before, values = (directions(pairs) for _ in range(3))
-    return Memory(torch.cat([keys, keys]), torch.cat([before, values]), keys, values)
-
-
-CONDITIONS: dict[str, tuple[str, Callable[[Directions, int], Memory]]] = {
-    "random": ("Random keys", random_pairs),
-    "correlated": ("Keys that share half of their length", correlated_pairs),
-    "overwritten": ("Every key written a second time", overwritten_pairs),
+CONDITIONS = {
+    "random": "Random keys",
+    "correlated": "Keys that share half of their length",
+    "overwritten": "Every key written a second time",
 }
 
 
 def written(condition: str, pairs: int, width: int, seed: int) -> Memory:
+    """Unit keys and values in float64: independent directions, or keys with one in common.
+
+    Those that are overwritten are written with values of before, and then with those that count.
+    """
     rng = np.random.default_rng(seed)
 
     def directions(count: int) -> Tensor:
         return normalize(torch.from_numpy(rng.standard_normal((count, width))), dim=-1)
 
-    return CONDITIONS[condition][1](directions, pairs)
+    keys = directions(pairs)
+    if condition == "correlated":
+        keys = normalize(math.sqrt(1 - SHARED) * keys + math.sqrt(SHARED) * directions(1), dim=-1)
+    before = directions(pairs) if condition == "overwritten" else keys[:0]
+    values = directions(pairs)
+    return Memory(torch.cat([keys[: len(before)], keys]), torch.cat([before, values]), keys, values)
 
 
 @dataclass(frozen=True)
@@ -157,31 +142,28 @@ def cells(form: Form) -> list[MemoryCell]:
 
 
 def draw(form: Form, results: list[Result]) -> Figure:
-    """Error against the number of pairs, under each condition, and against age."""
     panel = partial(Panel, y="relative squared error", levels={"empty": 1.0})
     against_pairs = partial(
         panel, log_x=True, log_y=True, limits=(1e-3, 1e2), marks={"channels of a key": WIDTH}
     )
     panels = []
-    for condition, (title, _) in CONDITIONS.items():
+    for condition, title in CONDITIONS.items():
+        curves = []
+        for one in results:
+            errors = zip(one.figures["pairs"], one.figures[condition]["error"], strict=True)
+            curves.append(Curve.through(one.name, dict(errors)))
         x = "keys, each written twice" if condition == "overwritten" else "pairs, each written once"
-        errors = [(one, one.figures[condition]["error"]) for one in results]
-        curves = [
-            Curve.through(one.name, dict(zip(one.figures["pairs"], seeds, strict=True)))
-            for one, seeds in errors
-        ]
         panels.append(against_pairs(curves, x, title=title))
     middles = [first + (BIN - 1) / 2 for first in range(0, FULL * WIDTH, BIN)]
-    by_age = [
-        Curve(one.name, middles, np.reshape(one.figures["by_age"], (-1, BIN)).mean(1).tolist())
-        for one in results
-    ]
+    by_age = []
+    for one in results:
+        errors = np.reshape(one.figures["by_age"], (-1, BIN)).mean(1).tolist()
+        by_age.append(Curve(one.name, dict(zip(middles, errors, strict=True))))
     panels.append(panel(by_age, "writes since", title=f"Random keys, {FULL * WIDTH} pairs, by age"))
     return draw_curves(panels, title="What a 64 x 64 state remembers", columns=2)
 
 
 def table(form: Form, results: list[Result]) -> str:
-    """Mean error, the range over seeds, and the share of keys whose own value is the nearest."""
     heads = ["rule", *(f"{condition}, {pairs}" for condition, pairs in COLUMNS)]
     rows = [[title_of(one.name), *(scored(one, *column) for column in COLUMNS)] for one in results]
     return markdown_table(heads, rows)

@@ -5,9 +5,9 @@ from functools import partial
 from bench.markdown import markdown_table
 from deltarule.tasks.mqar import Config
 from experiments.experiment import Form, Result
-from experiments.figures import BARE, Curve, Figure, Panel, draw_curves, title_of
-from experiments.seeds import Runs, told
-from experiments.task_cell import Evaluation, TaskCell, accuracy, in_training, task_cell
+from experiments.figures import BARE, Curve, Figure, Panel, draw_curves, in_training, title_of
+from experiments.seeds import Runs, accuracy, told
+from experiments.task_cell import Evaluation, TaskCell, task_cell
 
 # Where a system with its own sizes has not two.
 HEADS = {"attention": 1, "retnet": 8}
@@ -60,7 +60,7 @@ def draw(form: Form, results: list[Result]) -> Figure:
         if points := {width: right(found).values for width, found in runs.items() if found}:
             ours.append(Curve.through(system, points))
         training += [in_training(system, run) for run in runs[widest][:1]]
-    published = [Curve.at(name, row, published=True) for name, row in form["published"].items()]
+    published = [Curve(name, row, published=True) for name, row in form["published"].items()]
     setting = f"{task.length} tokens, {task.pairs} pairs"
     panel = partial(Panel, y="accuracy", limits=(-0.07, 1.05))
     ours_panel = partial(panel, levels={"chance": task.chance})
@@ -75,7 +75,6 @@ def draw(form: Form, results: list[Result]) -> Figure:
 
 
 def table(form: Form, results: list[Result]) -> str:
-    """Ours at each width, and the published accuracy at those of the paper."""
     apart = form["published_apart"]
     shown = (64, 128) if apart else form["widths"]
     heads = ["system", *(f"ours, width {width}" for width in form["widths"]), "learning rates"]

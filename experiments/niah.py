@@ -38,7 +38,6 @@ def cells(form: Form) -> list[NeedleCell]:
     training = Config(**form["training"])
 
     def tested(haystack: Haystack, value: Value, length: int) -> Config:
-        """In prose that training never sees."""
         instructions = training.instructions
         return Config(haystack, value, length, instructions=instructions, split="validation")
 
@@ -77,13 +76,13 @@ def draw(form: Form, results: list[Result]) -> Figure:
     ours, published = [], []
     for needle in form["needles"]:
         curves = [
-            Curve.at(name, {n: shares([run], needle, n).mean for n in lengths})
+            Curve(name, {n: shares([run], needle, n).mean for n in lengths})
             for name in form["systems"]
             for run in runs.get(name, [])
         ]
         ours.append(panel(curves, "bytes", title=f"{needle}, ours", marks={"trained": lengths[0]}))
         curves = [
-            Curve.at(row.split()[1], {1024 * n: x for n, x in points.items()}, published=True)
+            Curve(row.split()[1], {1024 * n: x for n, x in points.items()}, published=True)
             for row, points in form["published"].items()
             if row.startswith(needle)
         ]

@@ -25,7 +25,6 @@ def write_pages(folder: Path) -> None:
 
 
 def draw_figures(folder: Path) -> None:
-    """Draw the figure of every form that has results."""
     for experiment in map(load_experiment, EXPERIMENTS):
         for scale in experiment.words.needs:
             report = read_report(experiment, scale, folder)
@@ -51,7 +50,6 @@ def write_index(folder: Path) -> None:
 
 
 def write_page(experiment: Experiment, folder: Path) -> None:
-    """Write the page of one experiment."""
     name, words = experiment.name, experiment.words
     lines = ["Source: " + words.source + "."]
     for scale, needs in words.needs.items():
@@ -69,7 +67,6 @@ def write_page(experiment: Experiment, folder: Path) -> None:
 
 
 def read_report(experiment: Experiment, scale: Scale, folder: Path) -> Record | None:
-    """The published results of a form, if there are any."""
     path = folder / f"{experiment.name}-{scale}.json"
     return read_json(path) if path.exists() else None
 
@@ -114,7 +111,6 @@ def conditions(report: Record, raw: str, names: Sequence[str]) -> list[str]:
 
 
 def share(report: Record, names: Sequence[str]) -> str:
-    """How many of a form's cells have run: "1 of 2 cells", "2 cells"."""
     count = len(report["cells"])
     return f"{count} of {len(names)} cells" if count < len(names) else f"{count} cells"
 
@@ -158,7 +154,6 @@ def listed(numbers: list[int]) -> str:
 
 
 def seeds_of(value: Any) -> Iterator[int]:
-    """Every number that stands under `seed` or `seeds` in a cell."""
     for name, inner in value.items() if isinstance(value, dict) else ():
         if name in ("seed", "seeds"):
             yield from inner if isinstance(inner, list) else [inner]

@@ -16,18 +16,9 @@ import torch
 from deltarule.processes import Worker, each_apart
 from deltarule.train.interrupt import Interrupt
 from deltarule.train.loop import InterruptedRunError
+from experiments import records
 from experiments.experiment import Cell
-from experiments.records import (
-    ENVIRONMENT,
-    Record,
-    RecordError,
-    checked,
-    make_record,
-    own_folder,
-    record_path,
-    run_cell,
-    write_json,
-)
+from experiments.records import Record
 
 # Seconds between two reports of the processes.
 REPORT = 30.0
@@ -59,19 +50,19 @@ class Job(NamedTuple):
     began: float
 
     def log(self) -> Path:
-        own = own_folder(self.folder, self.cell)
+        own = records.own_folder(self.folder, self.cell)
         own.mkdir(parents=True, exist_ok=True)
         return own / "log.txt"
 
     def died(self, error: str) -> Ending:
         """A process that died without a word is a cell that failed."""
-        path = record_path(self.folder, self.cell)
+        path = records.record_path(self.folder, self.cell)
         if path.exists():
-            return checked(path, self.cell)
+            return records.checked(path, self.cell)
         seconds = time.monotonic() - self.began
-        record = make_record(self.cell, {}, error, seconds, self.device)
+        record = records.make_record(self.cell, {}, error, seconds, self.device)
         try:
-            write_json(path, record)
+            records.write_json(path, record)
         except OSError as failure:
             return f"{self.cell.name}: {failure}"
         return record
@@ -85,7 +76,6 @@ def devices_of(device: torch.device, count: int) -> list[torch.device]:
 
 
 def least_loaded(devices: Sequence[torch.device], busy: Sequence[torch.device]) -> torch.device:
-    """The device with the fewest processes at work, the first of several."""
     return min(devices, key=busy.count)
 
 
@@ -151,10 +141,10 @@ def run_job(job: Job) -> Ending:
     torch.set_num_threads(1)
     device = own_gpu(job.device)
     try:
-        return run_cell(job.cell, job.folder, device)
+        return records.run_cell(job.cell, job.folder, device)
     except InterruptedRunError:
         return None
-    except (*ENVIRONMENT, RecordError) as error:
+    except (*records.ENVIRONMENT, records.RecordError) as error:
         return f"{job.cell.name}: {error}"
     finally:
         # The memory of this cell is the other processes' until the next one needs it.

@@ -59,7 +59,6 @@ class Recipe:
 
 
 def read_recipes() -> dict[str, Recipe]:
-    """Every recipe, with what it takes over from the tables that it names."""
     table, found = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")), {}
     for name, own in table["recipes"].items():
         row = reduce(merged, [*map(table["bases"].get, own.pop("of")), own])
@@ -73,7 +72,6 @@ RECIPES = read_recipes()
 
 
 def patterns() -> str:
-    """A line for each named pattern."""
     rows = [[f"`{p.name}`", p.title, p.rule, p.source] for p in PATTERNS.values()]
     return markdown_table(["`layer_types`", "system", "layers", "source"], rows)
 

@@ -89,7 +89,6 @@ def make_record(
 
 
 def header(cell: Cell) -> Record:
-    """What a cell's results depend on: versions and the whole configuration."""
     return {"format": FORMAT, "deltarule": deltarule.__version__, "cell": plain(cell)}
 
 

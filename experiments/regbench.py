@@ -5,15 +5,9 @@ from functools import partial
 from bench.markdown import markdown_table
 from deltarule.tasks.regbench import Config
 from experiments.experiment import Form, Result
-from experiments.figures import BARE, Curve, Figure, Panel, draw_curves, title_of
-from experiments.task_cell import (
-    Evaluation,
-    TaskCell,
-    accuracy,
-    first_evaluation,
-    in_training,
-    task_cell,
-)
+from experiments.figures import BARE, Curve, Figure, Panel, draw_curves, in_training, title_of
+from experiments.seeds import accuracy, first_evaluation
+from experiments.task_cell import Evaluation, TaskCell, task_cell
 
 LABEL, ROWS = "new automata", 500
 
@@ -49,7 +43,6 @@ def runs_of(form: Form, results: list[Result], name: str) -> dict[int, Result]:
 
 
 def draw(form: Form, results: list[Result]) -> Figure:
-    """Accuracy in training, and against the number of examples beside the published ones."""
     training: dict[int, list[Curve]] = {count: [] for count in form["examples"]}
     ours, published = [], []
     for name in form["systems"]:
@@ -57,10 +50,10 @@ def draw(form: Form, results: list[Result]) -> Figure:
         for count, run in runs.items():
             training[count].append(in_training(name, run))
         if points := {count: best(run) for count, run in runs.items()}:
-            ours.append(Curve.at(name, points))
+            ours.append(Curve(name, points))
         theirs = form["published"].get(name, {})
         shares = {count: percent / 100 for count, percent in theirs.items()}
-        published.append(Curve.at(name, shares, published=True))
+        published.append(Curve(name, shares, published=True))
     panel = partial(Panel, y="legal guesses", limits=(0, 1))
     levels = {"any letter": first_evaluation(results[0])["uniform"]}
     panels = [
@@ -76,7 +69,6 @@ def draw(form: Form, results: list[Result]) -> Figure:
 
 
 def table(form: Form, results: list[Result]) -> str:
-    """Ours at each number of examples, and the published accuracies."""
     shown, rows = (2_500, 5_000), []
     head = ["system", *(f"ours, {n:,} examples" for n in form["examples"])]
     head += [f"published, {n:,} examples" for n in shown]

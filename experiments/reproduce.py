@@ -76,7 +76,6 @@ class ListRun:
 
 
 def list_experiments(run: ListRun) -> None:
-    """Print what each shows, where it is from, and what each form takes."""
     for name in EXPERIMENTS:
         words = load_experiment(name).words
         if run.scale != "all" and run.scale not in words.needs:
@@ -153,7 +152,6 @@ class Reproduction:
         self.workers = 1 if experiment.timed else run.workers or default
 
     def run(self) -> None:
-        """Run what is left; report once nothing is."""
         began, seconds = time.monotonic(), self.options.seconds
         words, scale = self.experiment.words, self.options.scale
         print(f"{words.title}, {scale} form: {words.needs[scale]}")
@@ -182,7 +180,6 @@ class Reproduction:
             print(f"{self.kept()}; the report follows when all of them are")
 
     def tell(self, cell: Cell, record: Record | None) -> None:
-        """Say that a cell starts, or how it ended."""
         if record is None:
             print(f"{cell.name}: started", flush=True)
             return
@@ -193,12 +190,10 @@ class Reproduction:
         print(f"{count} {cell.name}: {outcome} ({record['seconds']:,.0f} s)", flush=True)
 
     def kept(self) -> str:
-        """How many cells are finished, by what is on the disk."""
         count = sum(record_path(self.folder, cell).exists() for cell in self.cells)
         return f"{count} of {len(self.cells)} cells are finished"
 
     def report(self, seconds: float) -> None:
-        """Figure, raw results and report, in the folder of the run and where it is published."""
         experiment, scale, words = self.experiment, self.options.scale, self.experiment.words
         found = [self.records[cell.name] for cell in self.cells if cell.name in self.records]
         picture = None

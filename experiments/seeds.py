@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone: their mean, their range, and what is noise."""
+"""Figures of runs: of those that differ in their seed alone the mean, the range, and noise."""
 
 import math
 import statistics
@@ -22,11 +22,9 @@ class Runs(NamedTuple):
 
     @property
     def deviation(self) -> float | None:
-        """Standard deviation between seeds; None for a single run."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     def __str__(self) -> str:
-        """The mean and the deviation, in three decimals."""
         spread = "" if self.deviation is None else f" ± {self.deviation:.3f}"
         return f"{self.mean:.3f}{spread}"
 
@@ -40,13 +38,20 @@ class Runs(NamedTuple):
         return ", ".join(format(value, format_spec) for value in self.values) or "-"
 
 
+def first_evaluation(result: Result) -> dict[str, Any]:
+    return next(iter(result.figures["evaluations"].values()))
+
+
+def accuracy(result: Result) -> float:
+    return float(first_evaluation(result)["accuracy"])
+
+
 def told(row: Mapping[Any, float], column: Any, format_spec: str = "") -> str:
     """A figure of a row, such as a published one; a dash for none."""
     return format(row[column], format_spec) if column in row else "-"
 
 
 def by_setting(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Results by their names without the seed."""
     runs: dict[str, list[Result]] = {}
     for result in results:
         runs.setdefault(result.name.partition("-seed")[0], []).append(result)

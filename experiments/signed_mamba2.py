@@ -31,7 +31,6 @@ LEAST = 1e-6
 
 
 def eigenvalue(projections: Projections) -> Tensor:
-    """a = 2 exp(log_decay) - 1, [B, T, HV]."""
     return 2 * step_and_log_decay(projections)[1].exp() - 1
 
 
@@ -55,7 +54,6 @@ def arguments(projections: Projections) -> Arguments:
 
 
 def read_out(o: Tensor, projections: Projections) -> Tensor:
-    """o_t = c_t S'_t q_t + D v_t."""
     signed = (o * signs(projections).unsqueeze(-1)).to(o.dtype)
     return mamba2.read_out(signed, projections)
 

@@ -2,7 +2,7 @@
 
 import importlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from bench import timing
 from bench.markdown import markdown_table
-from bench.timing import interleaved_seconds
 from deltarule.doctor.bars import relative_rms
 from deltarule.ops import delta_rule
 from experiments.experiment import Form, Result
@@ -28,7 +27,6 @@ MOST_DIFFERENT = {"cpu": 1e-4, "cuda": 3e-2}
 TIMED = True
 
 Gradients = tuple[Tensor, ...]
-Run = Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,23 +66,42 @@ class SpeedupCell:
             torch.set_num_threads(threads)
 
     def time(self, length: int, device: torch.device) -> dict[str, float]:
+        """In turns on the CPU, in CUDA graphs on a GPU."""
         inputs, grad = self.draw(length, device)
-        runs = passes(inputs, grad, device.type)
-        difference = max(map(relative_rms, runs["loop_both"](), runs["chunks_both"]()))
+        cpu = device.type == "cpu"
+        loop = importlib.import_module(f"experiments.token_{'loop' if cpu else 'kernels'}")
+        given = tuple(inputs.values())
+
+        def chunks(x: Mapping[str, Any]) -> Tensor:
+            return delta_rule(**x, return_state=False).o
+
+        def chunks_both() -> Gradients:
+            o, gradients = timing.both_passes(chunks, inputs, grad)
+            return o, *gradients.values()
+
+        def loop_both() -> Gradients:
+            o, error = loop.forward(*given)
+            return o, *loop.backward(*given, error, grad)
+
+        difference = max(map(relative_rms, loop_both(), chunks_both()))
         if not difference < MOST_DIFFERENT[device.type]:
             raise ValueError(
                 f"the loop and the chunks must compute the same, and differ by {difference:.1e} at "
                 f"{length} tokens and heads of {self.head}"
             )
-        if device.type == "cpu":
-            seconds = interleaved_seconds(runs, self.repeats)
+        runs: dict[str, timing.Run] = {
+            "chunks_forward": lambda: chunks(inputs), "chunks_both": chunks_both,
+            "loop_forward": lambda: loop.forward(*given), "loop_both": loop_both,
+        }  # fmt: skip
+        if cpu:
+            seconds = timing.interleaved_seconds(runs, self.repeats)
             times = {name: 1e3 * statistics.median(some) for name, some in seconds.items()}
         else:
             times = {name: timing.graph_ms([run], self.repeats) for name, run in runs.items()}
         print(f"heads of {self.head}, {length:,} tokens: {times}", flush=True)
         return times | {"difference": difference}
 
-    def draw(self, length: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
+    def draw(self, length: int, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
         """q, k, v and beta, with unit q and k, and the gradient of o; 16 bits on a GPU."""
         generator = torch.Generator().manual_seed(0)
         shape = self.tokens // length, length, self.width // self.head
@@ -92,34 +109,8 @@ class SpeedupCell:
         beta = torch.rand(*shape, generator=generator)
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         q, k = (F.normalize(x, dim=-1) for x in (q, k))
-        tensors = [x.to(device, dtype).contiguous() for x in (q, k, v, grad)]
-        return [*tensors[:3], beta.to(device)], tensors[3]
-
-
-def passes(inputs: list[Tensor], grad: Tensor, device: str) -> dict[str, Run]:
-    """Both forms, forward alone and with the backward pass, which returns o and the gradients."""
-    name = "token_loop" if device == "cpu" else "token_kernels"
-    loop = importlib.import_module(f"experiments.{name}")
-    leaves = [x.detach().requires_grad_() for x in inputs]
-
-    def chunks(tensors: list[Tensor]) -> Tensor:
-        q, k, v, beta = tensors
-        return delta_rule(q, k, v, beta=beta, return_state=False).o
-
-    def chunks_both() -> Gradients:
-        o = chunks(leaves)
-        return o.detach(), *torch.autograd.grad(o, leaves, grad)
-
-    def loop_both() -> Gradients:
-        o, error = loop.forward(*inputs)
-        return o, *loop.backward(*inputs, error, grad)
-
-    return {
-        "chunks_forward": lambda: chunks(inputs),
-        "chunks_both": chunks_both,
-        "loop_forward": lambda: loop.forward(*inputs),
-        "loop_both": loop_both,
-    }
+        q, k, v, grad = (x.to(device, dtype).contiguous() for x in (q, k, v, grad))
+        return {"q": q, "k": k, "v": v, "beta": beta.to(device)}, grad
 
 
 def cells(form: Form) -> list[SpeedupCell]:
@@ -140,16 +131,15 @@ def draw(form: Form, results: list[Result]) -> Figure:
     panel = partial(Panel, x="tokens in a row", y="times faster than the loop", log_x=True)
     panels = []
     for kind, title in PASSES.items():
-        curves = [Curve.at(f"heads of {run.cell['head']}", ratios(run, kind)) for run in results]
+        curves = [Curve(f"heads of {run.cell['head']}", ratios(run, kind)) for run in results]
         if both := kind == "both":
             published = form["published"].items()
-            curves += [Curve.at(f"heads of {n}", given, published=True) for n, given in published]
+            curves += [Curve(f"heads of {n}", given, published=True) for n, given in published]
         panels.append(panel(curves, title=title, log_y=both, levels={"as fast": 1.0}))
     return draw_curves(panels, title="Chunks beside a loop over tokens", columns=2)
 
 
 def table(form: Form, results: list[Result]) -> str:
-    """Milliseconds of both forms, and the ratios beside the published ones."""
     rows = []
     for run in results:
         size, forward = str(run.cell["head"]), ratios(run, "forward")

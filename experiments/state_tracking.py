@@ -43,7 +43,6 @@ def cells(form: Form) -> list[StateCell]:
 
 
 def make_cell(form: Form, task: str, seed: int, name: str) -> StateCell:
-    """One model; both layers have four heads with keys of hidden_size / 4 channels."""
     config, layer, signed = load_task(task).Config, SYSTEMS[name][0], name.endswith("11")
     training = config(*form["trained"])
     if form["every_bit"]:
@@ -87,19 +86,18 @@ def draw(form: Form, results: list[Result]) -> Figure:
             # Seeds differ in kind, some solve a task that others do not: a curve for each.
             for run in seeds:
                 points = {n: scaled(run, f"length {n}") for n in form["lengths"]}
-                by_length.append(Curve.at(title, points, look=layer))
+                by_length.append(Curve(title, points, look=layer))
             if values := [scaled(run, tested) for run in seeds]:
                 ours = Curve.through(title, {place: values}, look=layer)
-                in_table.append(replace(ours, y=[max(values)]))
+                in_table.append(replace(ours, points={place: max(values)}))
             published = {place: form["published"][name][task]}
-            in_table.append(Curve.at(title, published, published=True, look=layer))
+            in_table.append(Curve(title, published, published=True, look=layer))
         x = "length of the row"
         panels += [panel(by_length, x, title=TITLES[task], log_x=True, marks=marks), best(in_table)]
     return draw_curves(panels, title="State tracking", columns=2)
 
 
 def table(form: Form, results: list[Result]) -> str:
-    """Scaled accuracy of every system, ours beside the published."""
     runs, rows, tested = by_setting(results), [], label_of(form)
     for task in reversed(form["tasks"]):
         for name, published in form["published"].items():

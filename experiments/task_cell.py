@@ -19,8 +19,7 @@ from deltarule.train.metrics import Row, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.random_state import seed_everything
 from deltarule.train.task_rows import TEST, Curriculum, Rows, draw_rows
-from experiments.experiment import Form, Result
-from experiments.figures import Curve
+from experiments.experiment import Form
 
 # Seconds of training that a kill may cost a cell.
 SAVE_SECONDS = 30.0
@@ -127,7 +126,6 @@ class TaskCell(TrainedCell):
         return Rows(self.training, self.rows, self.examples, self.curriculum)
 
     def rows_of(self) -> ModuleType:
-        """The module that draws the task's rows."""
         return load_task(self.task)
 
     def lessons(self, ahead: bool) -> Lessons:
@@ -173,26 +171,6 @@ def task_cell(
         loop=LoopOptions(**form["loop"] | (loop or {}), seed=seed),
         **form["cell"] | (cell or {}),
     )  # fmt: skip
-
-
-def first_evaluation(result: Result) -> dict[str, Any]:
-    return next(iter(result.figures["evaluations"].values()))
-
-
-def accuracy(result: Result) -> float:
-    return float(first_evaluation(result)["accuracy"])
-
-
-def in_training(label: str, result: Result) -> Curve:
-    """What a cell watched, step by step: the accuracy, or bits per byte of text.
-
-    Examples:
-        >>> result = Result("a", {}, {"curve": [[100, 2.5, 0.25], [200, 1.5, 0.75]]})
-        >>> in_training("deltanet", result).y
-        [0.25, 0.75]
-    """
-    points = result.figures["curve"]
-    return Curve(label, [step for step, *_ in points], [seen for *_, seen in points])
 
 
 def curve(rows: list[Row]) -> list[list[float]]:

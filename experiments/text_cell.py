@@ -27,7 +27,8 @@ from deltarule.train.loop import LoopOptions, Trainer
 from deltarule.train.optimizer import OptimizerOptions
 from experiments.experiment import Result, read_settings
 from experiments.pinned import read_pinned_text
-from experiments.task_cell import Figures, Lessons, TrainedCell, first_evaluation
+from experiments.seeds import first_evaluation
+from experiments.task_cell import Figures, Lessons, TrainedCell
 
 # Tokens in a forward pass of an evaluation, unless one row is longer.
 EVALUATED_TOKENS = 16_384
@@ -44,7 +45,6 @@ class Rows(NamedTuple):
 
 
 def rows_at(corpus: Corpus, starts: Array, length: int) -> Rows:
-    """The rows that start at these tokens."""
     rows = [corpus.tokens[start : start + length + 1] for start in starts.tolist()]
     tokens = torch.from_numpy(np.stack(rows).astype(int))
     return Rows(tokens[:, :-1], tokens[:, 1:])
@@ -67,14 +67,16 @@ def held_out_rows(corpus: Corpus, length: int, most_bytes: int) -> Rows:
 
 
 class TextRows:
-    """What a model trains on: rows that start anywhere, and the cross entropy of the next byte."""
+    """What a model trains on: the cross entropy of the next byte in rows that start anywhere.
+
+    Those of a step come in `accumulate` parts.
+    """
 
     static = True
 
     def __init__(
         self, rows: int, length: int, training: Corpus, watched: Rows, loop: LoopOptions
     ) -> None:
-        """Start at the first rows of the seed; each step's come in `accumulate` parts."""
         self.batch_tokens = rows * length
         self.training, self.watched, self.loop = training, watched, loop
         self.rows, self.length, self.drawn = rows // loop.accumulate, length, 0

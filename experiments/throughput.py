@@ -76,7 +76,6 @@ class ThroughputCell:
 
 
 def cells(form: Form) -> list[ThroughputCell]:
-    """All models of ours, then those of FLA where it is installed."""
     whose = {"deltarule": [*MODELS], "fla": [*FLA] if adapters.installed("fla") else []}
     return [
         ThroughputCell(name=f"{peer}-{name}", peer=peer, system=name, model=MODELS[name])
@@ -92,22 +91,20 @@ def speeds(result: Result) -> dict[int, float]:
 
 
 def draw(form: Form, results: list[Result]) -> Figure:
-    """A panel for each package, the published figures in ours."""
     panels = []
     x, y = f"tokens in a row, {TOKENS:,} in a step", "thousand tokens a second"
     for peer in ("deltarule", "fla"):
         found = {run.cell["system"]: speeds(run) for run in results if run.cell["peer"] == peer}
-        curves = [Curve.at(name, by) for name, by in found.items() if by]
+        curves = [Curve(name, by) for name, by in found.items() if by]
         if peer == "deltarule":
             given = form["published"]
-            curves += [Curve.at(name, given[name], published=True) for name in found]
+            curves += [Curve(name, given[name], published=True) for name in found]
         if curves:
             panels.append(Panel(curves, x, y, title=peer, log_x=True))
     return draw_curves(panels, title="Training speed of models of 1.3 B parameters", columns=2)
 
 
 def table(form: Form, results: list[Result]) -> str:
-    """Thousands of tokens a second, and the published ones behind them."""
     rows, reasons = [], []
     for run in results:
         system, found, lengths = run.cell["system"], speeds(run), run.figures["lengths"]

@@ -102,7 +102,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tens
 def backward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, e: Tensor, grad: Tensor
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v and beta, given that of o."""
     tokens, heads, key_size = q.shape[1:]
     parts, rows = v.shape[3] // ROWS, beta.numel()
     dq, dk, dk_more = q.new_empty(3, parts, *q.shape, dtype=torch.float32).unbind()

@@ -60,14 +60,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tens
 def backward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, e: Tensor, grad: Tensor
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v and beta, given that of o."""
     gradients = tuple(torch.empty_like(x) for x in (q, k, v, beta))
     call("backward", q, v, [q, k, beta, e, grad, *gradients])
     return gradients
 
 
 def call(name: str, q: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Call a function of the library, which knows no strides."""
     for x in tensors:
         if x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
             raise ValueError(f"tensors must be contiguous float32 on the CPU, got {x.dtype}")

@@ -57,7 +57,7 @@ def cells(form):
 def draw(form, results):
     """One curve."""
     scores = [result.figures["score"] for result in results]
-    curve = Curve("score", range(len(scores)), scores)
+    curve = Curve("score", dict(enumerate(scores)))
     return draw_curves([Panel([curve], "x", "y")], title="t")
 
 

@@ -12,22 +12,16 @@ pytest.importorskip("transformers")
 from bench import patched
 
 NOTHING = {
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "head_dim": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "hidden_size": 32, "num_hidden_layers": 4, "head_dim": 8, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "intermediate_size": 32,
-}
+}  # fmt: skip
 
 
 def tiny():
     sizes = patched.models_of("cpu")["qwen3_5"]
-    return sizes._replace(
-        options=sizes.options | NOTHING, prefill=(2, 9), training=(1, 9), new_tokens=2
-    )
+    options = sizes.options | NOTHING
+    return sizes._replace(options=options, prefill=(2, 9), training=(1, 9), new_tokens=2)
 
 
 def test_both_sides_do_the_same_and_every_time_is_kept(tmp_path):

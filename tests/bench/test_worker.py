@@ -1,13 +1,21 @@
+import sys
+from types import ModuleType, SimpleNamespace
+
 import pytest
+import torch
+from torch import nn
 
 import fake_peer
 from bench import adapters, worker
 from bench.adapters import Entry, Peer
+from bench.model import build_fla
 from bench.worker import Setting
+from deltarule.models import ModelConfig
 
 OURS = Setting("deltarule", "torch", "cpu", 2)
 FAKE = OURS._replace(peer="fake")
 SHAPE = ["small", 1, 12, 2, 2, 8, 16]
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "mlp_size": 48}
 GRADIENTS = {"grad q", "grad k", "grad v", "grad beta"}
 
 
@@ -18,12 +26,10 @@ def fake(monkeypatch):
         "gdn": Entry("fake_peer", "forward_only"),
         "simple_gla": Entry("fake_peer", "refuses", no_backward="it has no backward pass"),
         "product2": Entry(
-            "fake_peer",
-            "key_first",
-            options={"output_final_state": True, "steps": 2},
+            "fake_peer", "key_first", options={"output_final_state": True, "steps": 2},
             no_backward="it has no backward pass",
         ),
-    }
+    }  # fmt: skip
     monkeypatch.setitem(adapters.PEERS, "fake", Peer("fake_peer", entries))
 
 
@@ -91,8 +97,7 @@ def test_overhead_and_cold_start():
 
 
 def test_training_steps_of_a_model():
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "mlp_size": 48}
-    case = {"kind": "model", "batch": 1, "tokens": 16, "sizes": sizes, "steps": 2, "warm_up": 1}
+    case = {"kind": "model", "batch": 1, "tokens": 16, "sizes": SIZES, "steps": 2, "warm_up": 1}
     row = worker.attempt(case, OURS)
     assert row["tokens_per_s"] == pytest.approx(16 / row["step_s"])
     assert row["peak_GiB"] is None
@@ -105,3 +110,26 @@ def test_training_steps_of_a_model():
 def test_a_peer_without_a_model_says_so():
     row = worker.attempt({"kind": "model", "batch": 1, "tokens": 16}, FAKE)
     assert "error" in row
+
+
+@pytest.mark.parametrize("whole_logits", [True, False])
+def test_a_peer_takes_our_sizes_and_one_fused_loss_or_the_other(whole_logits, monkeypatch):
+    seen = []
+
+    def built(config):
+        seen.append(vars(config))
+        return nn.Linear(1, 1)
+
+    models = ModuleType("fla.models")
+    models.DeltaNetConfig, models.DeltaNetForCausalLM = SimpleNamespace, built
+    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.models", models)
+    ours = ModelConfig(layer_types="deltanet", tie_embeddings=False, **SIZES)
+    model, _ = build_fla("DeltaNet", ours, {"use_gate": False}, "cpu", whole_logits=whole_logits)
+    assert next(model.parameters()).dtype == torch.bfloat16
+    (told,) = seen
+    assert told == {
+        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
+        "tie_word_embeddings": False, "use_gate": False, "fuse_cross_entropy": whole_logits,
+        "fuse_linear_cross_entropy": not whole_logits,
+    }  # fmt: skip

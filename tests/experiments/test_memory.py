@@ -36,18 +36,6 @@ def test_the_library_remembers_what_the_recurrence_says(rule, condition):
     assert np.abs(answers - by_hand(rule, written)).max() < 1e-9
 
 
-def test_orthogonal_keys_are_held_exactly_and_only_an_erase_overwrites_them():
-    keys = torch.eye(8, dtype=torch.float64)[None]
-    before, values = torch.randn(2, 1, 8, 8, dtype=torch.float64).unbind()
-    once, twice = (
-        Memory(keys, values, keys, values),
-        Memory(torch.cat([keys, keys], 1), torch.cat([before, values], 1), keys, values),
-    )
-    for rule, right in (("linear_attention", before + values), ("deltanet", values)):
-        assert (recall(rule, once) - values).abs().max() < 1e-12
-        assert (recall(rule, twice) - right).abs().max() < 1e-12
-
-
 def test_the_error_of_a_sum_is_the_number_of_other_pairs_over_the_width():
     cell = MemoryCell("linear_attention", width=16, pairs=(8, 32), seeds=tuple(range(40)))
     error = np.array(cell.run(None, CPU)["random"]["error"]).mean(1)

@@ -76,6 +76,16 @@ def figures(name: str, pattern: str = "") -> list[dict]:
     return [cell["figures"] for key, cell in raw(name).items() if re.match(pattern, key)]
 
 
+def of(runs: list[dict], label: str = "", figure: str = "accuracy") -> Numbers:
+    """A figure of an evaluation of each run, or of its first one."""
+    return [x["evaluations"][label or next(iter(x["evaluations"]))][figure] for x in runs]
+
+
+def scaled(shares: Numbers) -> Numbers:
+    """From 0 for a guess of one of five numbers to 1."""
+    return [(x - 0.2) / 0.8 for x in shares]
+
+
 def cell_of(name: str) -> dict:
     """The settings of the first cell."""
     return next(iter(raw(name).values()))["cell"]
@@ -124,8 +134,7 @@ def mqar(t: Tables) -> Claims:
     yield "Gated DeltaNet ends at chance", max(off) < 0.5
     yield f"softmax attention at {laptop('Softmax attention')[1]:.0f} % with width 64"
     yield "There is one seed and one learning rate", seeds_of("mqar-laptop") == 1
-    (mended,) = figures("causes-laptop", "recall-convolution-mamba2")
-    share = 100 * mended["evaluations"]["new rows"]["accuracy"]
+    share = 100 * of(figures("causes-laptop", "recall-convolution-mamba2"))[0]
     yield f"with a convolution of 4 Mamba-2 ends at {share:.1f} %"
     task = cell_of("mqar-gpu")["training"]
     yield "{length} tokens, {pairs} pairs, {vocab_size:,} words".format(**task)
@@ -137,9 +146,7 @@ def mqar(t: Tables) -> Claims:
     losses = [x["curve"][-1][1] for x in figures("mqar-gpu", "retnet|gla")]
     stuck = sum(abs(loss - math.log(4096)) < 0.01 for loss in losses)
     yield "Three of the eight runs", (stuck, len(losses)) == (3, 8)
-    learned = [
-        x["evaluations"]["new rows"]["accuracy"] > 0.9 for x in figures("mqar-gpu", "attention")
-    ]
+    learned = [x > 0.9 for x in of(figures("mqar-gpu", "attention"))]
     yield "at one of its two learning rates only", sorted(learned) == [False, False, True, True]
     yield f"reach {gpu('DeltaNet')} % at width 128", gpu("DeltaNet") == gpu("Gated DeltaNet")
     narrow = gpu("DeltaNet", 64), gpu("Gated DeltaNet", 64)
@@ -227,9 +234,6 @@ def state_tracking(t: Tables) -> Claims:
         systems = (f"DeltaNet {span}", f"Mamba-2 {span}")
         return [x for system in systems for x in t(form, seeds, "Parity", system)]
 
-    def accuracy(pattern: str, label: str) -> Numbers:
-        return [x["evaluations"][label]["accuracy"] for x in figures(name, pattern)]
-
     plain, brackets = (f"Modular arithmetic {x} brackets" for x in ("without", "with"))
     guessed = max(map(abs, parity("[0, 1]", "laptop"))) < 0.02
     yield "With eigenvalues in [0, 1] rows longer than those of training are guessed", guessed
@@ -237,7 +241,7 @@ def state_tracking(t: Tables) -> Claims:
     yield "with [-1, 1] they are\nsolved in the laptop form", solved
     apart = max(parity("[0, 1]")) < 0.10, min(parity("[-1, 1]")) >= 0.91
     yield "0.10 at most with [0, 1], 0.91 at least with [-1, 1]", all(apart)
-    far = [2 * x - 1 for x in accuracy("parity-(deltanet|mamba)11", "length 256")]
+    far = [2 * x - 1 for x in of(figures(name, "parity-(deltanet|mamba)11"), "length 256")]
     yield f"the six runs with [-1, 1] score {min(far):.2f} to {max(far):.2f}", len(far) == 6
     tested = cell_of(name)["evaluations"][0]["config"]
     yield "average lengths {shortest} to {longest}".format(**tested)
@@ -249,10 +253,11 @@ def state_tracking(t: Tables) -> Claims:
     yield "in place of 6,000 of 256", {x["steps"] for x in figures(name, runs)} == {6000}
     later = json.loads((DOCS / "causes-arithmetic.json").read_text())["later"]["runs"]
     (long_run,) = (run for run in later if run["name"].startswith("ours-gpu-100000-seed0"))
-    share = long_run["evaluations"]["lengths 40 to 256"]["accuracy"]
-    yield f"the first seed then scores {(share - 0.2) / 0.8:.2f}", long_run["steps"] == 100_000
-    yield "all three seeds answer 98 % or more", min(accuracy(runs, "length 32")) >= 0.98
-    long = [100 * x for x in accuracy(runs, "length 256")]
+    (score,) = scaled(of([long_run], "lengths 40 to 256"))
+    yield f"the first seed then scores {score:.2f}", long_run["steps"] == 100_000
+    solved = figures(name, runs)
+    yield "all three seeds answer 98 % or more", min(of(solved, "length 32")) >= 0.98
+    long = [100 * x for x in of(solved, "length 256")]
     yield f"at 256 from {min(long):.0f} to {max(long):.0f} %"
     watched = [[right for *_, right in x["curve"]] for x in figures(name, runs)]
     gains = sorted(statistics.mean(x[-3:]) - statistics.mean(x[-6:-3]) for x in watched)
@@ -335,8 +340,7 @@ def extrapolation(t: Tables) -> Claims:
 
 def language(t: Tables) -> Claims:
     def seeds(system: str) -> Numbers:
-        runs = figures("language-gpu", f"{system}-seed")
-        return [x["evaluations"]["512"]["bits_per_byte"] for x in runs]
+        return of(figures("language-gpu", f"{system}-seed"), "512", "bits_per_byte")
 
     def ahead(system: str) -> float:
         """Of DeltaNet, in standard errors of the two means."""
@@ -602,17 +606,17 @@ def leaderboard(t: Tables) -> Claims:
 
 
 def causes(t: Tables) -> Claims:
+    name = "causes-laptop"
+
     def share(pattern: str) -> Numbers:
         """Percent right of the first evaluation of each cell."""
-        runs = figures("causes-laptop", pattern)
-        return [100 * next(iter(run["evaluations"].values()))["accuracy"] for run in runs]
+        return [100 * x for x in of(figures(name, pattern))]
 
     def watched(pattern: str) -> list[tuple[int, float]]:
-        return [(step, right) for step, _, right in figures("causes-laptop", pattern)[0]["curve"]]
+        return [(step, right) for step, _, right in figures(name, pattern)[0]["curve"]]
 
     def before(system: str) -> float:
-        (run,) = figures("mqar-laptop", f"{system}-d64")
-        return 100 * run["evaluations"]["new rows"]["accuracy"]
+        return 100 * of(figures("mqar-laptop", f"{system}-d64"))[0]
 
     def alone(system: str) -> float:
         return share(f"recall-epsilon-{system}-")[0]
@@ -621,7 +625,7 @@ def causes(t: Tables) -> Claims:
     yield f"A convolution of 4 alone takes it to {share('recall-convolution')[0]:.1f} %"
     yield f"an epsilon of 1e-5 alone leaves it at {alone('mamba2'):.1f} %"
     learn = [f"recall-own-{system}-" for system in ("deltanet", "gated_deltanet", "mamba2")]
-    steps = [figures("causes-laptop", pattern)[0]["steps"] for pattern in learn]
+    steps = [figures(name, pattern)[0]["steps"] for pattern in learn]
     done = "DeltaNet, Gated DeltaNet and Mamba-2 are done after {:,}, {:,} and {:,} of 2,158 steps"
     yield done.format(*steps), min(x for pattern in learn for x in share(pattern)) > 99
     rest = [share(f"recall-own-{system}-")[0] for system in ("gla", "retnet")]
@@ -630,100 +634,78 @@ def causes(t: Tables) -> Claims:
     others = ("gated_deltanet", "mamba2", "gla", "retnet", "linear_attention", "attention")
     moved = [abs(alone(system) - before(system)) for system in others]
     yield f"moves the others by {max(moved):.0f} points at most", max(moved) < 11
-    horizons = figures("causes-laptop", "needles-drawn")[0]["horizons"]
+    horizons = figures(name, "needles-drawn")[0]["horizons"]
     yield "horizons of {:.0f}, {:.0f}, {:.0f} and {:.0f} tokens".format(*horizons[0], *horizons[1])
     slow, fast = watched("needles-drawn"), watched("needles-spread")
     chance = max(right for step, right in slow if step <= 300) < 0.13
     yield "reads needles at chance for 300 of 1,200 steps", chance
-    ends = [
-        100 * min(one["sequence_accuracy"] for one in run["evaluations"].values())
-        for run in figures("causes-laptop", "needles")
-    ]
+    needles = figures(name, "needles")
+    right = [[of([x], n, "sequence_accuracy")[0] for n in x["evaluations"]] for x in needles]
+    ends = [100 * min(run) for run in right]
     yield f"and ends at {ends[0]:.1f} %"
     yield f"reads {100 * dict(fast)[250]:.0f} % of the bytes by step 250"
     yield f"ends at {ends[1]:.1f} % or more"
-    at_ten, beyond = (
-        [
-            [run["evaluations"][label]["accuracy"] for run in figures("causes-laptop", pattern)]
-            for pattern in ("arithmetic-steps1k", "arithmetic-steps4k", "arithmetic-steps16k")
-        ]
-        for label in ("length 10", "lengths 10 to 64")
-    )
-    for words, shares in (("at 10 places", at_ten), ("at 10 to 64", beyond)):
-        told = [f"{min(two):.2f} and {max(two):.2f}" for two in shares]
+    by_steps = [figures(name, f"arithmetic-steps{n}k") for n in (1, 4, 16)]
+    for words, label in (("at 10 places", "length 10"), ("at 10 to 64", "lengths 10 to 64")):
+        told = ["{:.2f} and {:.2f}".format(*sorted(of(runs, label))) for runs in by_steps]
         yield f"{words} from {told[0]} to {told[1]} and {told[2]}"
-    longest = [
-        run["evaluations"]["length 64"]["accuracy"]
-        for run in figures("causes-laptop", "arithmetic-")
-    ]
+    longest = of(figures(name, "arithmetic-"), "length 64")
     near = max(abs(x - 0.2) for x in longest) <= 0.03
     yield "At 64 places alone no run is more than 0.03 from a guess, 0.20", near
 
-    def scores(change: str, label: str = "lengths 40 to 256") -> Numbers:
-        """Scaled, of the runs that are whole."""
-        runs = [run for run in arithmetic if run["name"].startswith(f"{change}-gpu-6000-")]
-        return [(run["evaluations"][label]["accuracy"] - 0.2) / 0.8 for run in runs]
+    arithmetic = json.loads((DOCS / "causes-arithmetic.json").read_text())
+    far = "lengths 40 to 256"
 
-    arithmetic = json.loads((DOCS / "causes-arithmetic.json").read_text())["runs"]
+    def begins(start: str, part: list[dict] = arithmetic["runs"]) -> list[dict]:
+        return [run for run in part if run["name"].startswith(start)]
+
+    def scores(change: str, label: str = far) -> Numbers:
+        """Of the runs that are whole."""
+        return scaled(of(begins(f"{change}-gpu-6000-"), label))
+
     init, both = sorted(scores("init")), sorted(scores("init+opt"))
     yield f"three seeds score {init[0]:.2f} to {init[2]:.2f} on lengths", len(init) == 3
     yield f"they score {both[0]:.2f} to {both[2]:.2f}, and with that", len(both) == 3
     yield f"with that alone one seed scores {scores('opt')[0]:.2f}"
     page = Tables("state-tracking")
-    before = page("gpu", "ours, best", "Modular arithmetic without brackets", "DeltaNet [-1, 1]")
-    again = scores("ours")[0]
+    first = page("gpu", "ours, best", "Modular arithmetic without brackets", "DeltaNet [-1, 1]")
     told = "the first seed now scores {:.2f}, where the page on state tracking has {:.2f}"
-    yield told.format(again, before[0])
-    short = [
-        x for change in ("ours", "opt", "init", "init+opt") for x in scores(change, "length 32")
-    ]
-    least = min(short) * 0.8 + 0.2
+    yield told.format(scores("ours")[0], first[0])
+    changes = ("ours", "opt", "init", "init+opt")
+    least = min(x for change in changes for x in scores(change, "length 32")) * 0.8 + 0.2
     yield "answer 95 % or more at 32 places", least >= 0.95
-    longer = [run for run in arithmetic if "-24000-" in run["name"]]
-    alone = [run for run in longer if run["name"].startswith("ours")]
-    steps = [run["steps"] for run in alone]
+    longer = [run for run in arithmetic["runs"] if "-24000-" in run["name"]]
+    unchanged = begins("ours", longer)
+    steps = [run["steps"] for run in unchanged]
     low = max(run["curve"][-1][1] for run in longer) < 0.002
     yield f"after {min(steps):,} to {max(steps):,} of 24,000", low
-    first, second, third = (
-        (run["evaluations"]["lengths 40 to 256"]["accuracy"] - 0.2) / 0.8 for run in alone
-    )
-    yield f"the three seeds score {first:.2f}, {second:.2f} and {third:.2f}"
-    (other,) = (run for run in longer if run not in alone)
-    score = (other["evaluations"]["lengths 40 to 256"]["accuracy"] - 0.2) / 0.8
+    three = "the three seeds score {:.2f}, {:.2f} and {:.2f}"
+    yield three.format(*scaled(of(unchanged, far)))
+    (score,) = scaled(of([run for run in longer if run not in unchanged], far))
     yield f"the authors' optimizer the first one {score:.2f}"
-    later = json.loads((DOCS / "causes-arithmetic.json").read_text())["later"]["runs"]
-
-    def of_later(start: str, label: str = "lengths 40 to 256") -> Numbers:
-        runs = [run for run in later if run["name"].startswith(start)]
-        return [run["evaluations"][label]["accuracy"] for run in runs]
-
-    rounded = [(x - 0.2) / 0.8 for x in of_later("beta16-gpu-6000-")]
+    later = arithmetic["later"]["runs"]
+    rounded = scaled(of(begins("beta16-gpu-6000-", later), far))
     yield "score {:.2f}, {:.2f} and {:.2f}.".format(*rounded)
     whole = {run["steps"] for run in later if "-100000-" in run["name"]} == {100_000}
-    (best,), both = of_later("ours-gpu-100000-"), of_later("init+opt+beta16-gpu-100000-")
-    yield f"nothing else changed scores {(best - 0.2) / 0.8:.2f}, published 0.97", whole
-    right = (100 * of_later("ours-gpu-100000-", label)[0] for label in ("length 64", "length 256"))
+    ours, changed = (begins(f"{x}-gpu-100000-", later) for x in ("ours", "init+opt+beta16"))
+    yield f"nothing else changed scores {scaled(of(ours, far))[0]:.2f}, published 0.97", whole
+    right = (100 * of(ours, label)[0] for label in ("length 64", "length 256"))
     yield "it answers {:.0f} % at 64 places and {:.0f} % at 256".format(*right)
-    yield "two seeds score {:.2f} and {:.2f}".format(*((x - 0.2) / 0.8 for x in both))
-    at_64 = [100 * x for x in of_later("init+opt+beta16-gpu-100000-", "length 64")]
+    yield "two seeds score {:.2f} and {:.2f}".format(*scaled(of(changed, far)))
+    at_64 = [100 * x for x in of(changed, "length 64")]
     yield "with {:.0f} % and {:.0f} % at 64 places".format(*at_64)
-    near, far = (
-        [100 * run["evaluations"][f"length {n}"]["accuracy"] for run in longer] for n in (64, 256)
-    )
+    near, beyond = ([100 * x for x in of(longer, f"length {n}")] for n in (64, 256))
     yield "At 64 places they answer 94 % or more", min(near) >= 94
-    yield f"at 256 from {min(far):.0f} to {max(far):.0f} %"
-    swing = [(right - 0.2) / 0.8 for *_, right in alone[2]["curve"]]
+    yield f"at 256 from {min(beyond):.0f} to {max(beyond):.0f} %"
+    swing = scaled([right for *_, right in unchanged[2]["curve"]])
     top = swing.index(max(swing))
-    words = (
-        f"reaches {swing[top]:.2f} on 256 rows at four fifths of its steps and {swing[top + 1]:.2f}"
-    )
-    yield words, 0.75 < alone[2]["curve"][top][0] / steps[2] < 0.85
-    text = {x: figures("causes-laptop", f"text-{x}") for x in ("drawn", "spread")}
-    drawn, spread = (
-        [run["evaluations"]["128"]["bits_per_byte"] for run in runs] for runs in text.values()
-    )
+    words = "reaches {:.2f} on 256 rows at four fifths of its steps and {:.2f}"
+    late = 0.75 < unchanged[2]["curve"][top][0] / steps[2] < 0.85
+    yield words.format(swing[top], swing[top + 1]), late
+    drawn, spread = (figures(name, f"text-{x}") for x in ("drawn", "spread"))
+    reach = [max(run["horizons"][0] + run["horizons"][1]) for run in drawn]
+    drawn, spread = (of(runs, "128", "bits_per_byte") for runs in (drawn, spread))
     yield f"from {drawn[0]:.3f} and {drawn[1]:.3f} bits to {spread[0]:.3f} and {spread[1]:.3f}"
-    reach = [max(run["horizons"][0] + run["horizons"][1]) for run in text["drawn"]]
     yield f"own draw reaches {reach[0]:.0f} tokens, the second's {reach[1]:.0f}"
     yield "spread horizons do no harm there", all(a > b for a, b in zip(drawn, spread, strict=True))
     yield "which wait in the GPU form", "gpu" not in t.rows

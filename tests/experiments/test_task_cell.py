@@ -1,6 +1,5 @@
 """A cell that trains on a task: it learns, stops when it may, and goes on to the same bits."""
 
-import dataclasses
 import json
 from dataclasses import replace
 
@@ -18,25 +17,15 @@ TASK = Config(length=8, pairs=2, vocab_size=8)
 LONGER = Config(length=16, pairs=2, vocab_size=8)
 CPU = torch.device("cpu")
 CELL = TaskCell(
-    name="cell",
-    task="mqar",
-    training=TASK,
-    rows=32,
+    name="cell", task="mqar", training=TASK, rows=32, watched_rows=64,
     evaluations=(Evaluation("same", TASK, 300), Evaluation("longer", LONGER, 40, prefixes=(1, 2))),
     model=ModelConfig(
-        vocab_size=8,
-        hidden_size=16,
-        num_layers=2,
-        layer_types="deltanet",
-        num_heads=2,
-        conv_size=0,
-        mlp_size=0,
-        norm_eps=1e-2,
+        vocab_size=8, hidden_size=16, num_layers=2, layer_types="deltanet", num_heads=2,
+        conv_size=0, mlp_size=0, norm_eps=1e-2,
     ),
     optimizer=OptimizerOptions(lr=2e-2, warmup_steps=10),
     loop=LoopOptions(steps=12, save_every=5, evaluate_every=4),
-    watched_rows=64,
-)
+)  # fmt: skip
 
 
 def test_a_cell_learns_and_returns_what_json_can_hold(tmp_path):
@@ -49,9 +38,6 @@ def test_a_cell_learns_and_returns_what_json_can_hold(tmp_path):
     assert figures["steps"] == 300
     assert not figures["stopped_early"]
     assert json.loads(json.dumps(figures)) == figures
-    assert (
-        json.loads(json.dumps(dataclasses.asdict(cell)))["model"]["layer_types"] == ["deltanet"] * 2
-    )
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,9 @@ from experiments.text_cell import TextCell, TextRows, held_out_rows, measure, ro
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(
-    vocab_size=257,
-    hidden_size=32,
-    num_layers=1,
-    num_heads=1,
-    layer_types="gated_deltanet",
+    vocab_size=257, hidden_size=32, num_layers=1, num_heads=1, layer_types="gated_deltanet",
     mlp_size=32,
-)
+)  # fmt: skip
 TEXT = "".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(400))
 
 
@@ -31,17 +27,10 @@ def cell(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return TextCell(
-        name="small-seed0",
-        model=MODEL,
-        length=32,
-        rows=4,
-        lengths=(32, 256),
-        data=str(path),
-        optimizer=OptimizerOptions(lr=1e-2, warmup_steps=5),
-        loop=LoopOptions(steps=40, evaluate_every=20, save_every=10),
-        held_out_bytes=1024,
-        watched_bytes=256,
-    )
+        name="small-seed0", model=MODEL, length=32, rows=4, lengths=(32, 256), data=str(path),
+        optimizer=OptimizerOptions(lr=1e-2, warmup_steps=5), held_out_bytes=1024,
+        loop=LoopOptions(steps=40, evaluate_every=20, save_every=10), watched_bytes=256,
+    )  # fmt: skip
 
 
 def test_it_trains_and_measures_by_position(cell, tmp_path):
