@@ -13,12 +13,7 @@ class Marks(NamedTuple):
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table.
-
-    Examples:
-        >>> markdown(["system", "loss"], [["GLA", "1.5"]])
-        ['| system | loss |', '|---|---|', '| GLA | 1.5 |']
-    """
+    """Lines of a table."""
     lines = ((cell.replace("|", "\\|") for cell in cells) for cells in (heads, *rows))
     first, *others = (f"| {' | '.join(cells)} |" for cells in lines)
     return [first, "|---" * len(heads) + "|", *others]

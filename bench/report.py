@@ -94,12 +94,7 @@ def operator_table(found: Iterable[Timing]) -> list[str]:
 
 
 def told(time: tuple[float, float | None] | None) -> str:
-    """A peer's milliseconds and the ratio, with two figures after the point below 1.1.
-
-    Examples:
-        >>> told((0.84, 2.5766)), told((0.84, None)), told(None)
-        ('0.84 (2.6 x)', '0.84', '-')
-    """
+    """A peer's milliseconds and the ratio, with two figures after the point below 1.1."""
     if time is None:
         return NOTHING
     ms, ratio = time

@@ -81,12 +81,7 @@ def label(row: Row) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three significant figures, and no exponent for what is read as a count.
-
-    Examples:
-        >>> number(0.27812), number(1234.5), number(None)
-        ('0.278', '1234', '-')
-    """
+    """Three significant figures, and no exponent for what is read as a count."""
     if value is None:
         return NOTHING
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

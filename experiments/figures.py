@@ -15,6 +15,7 @@ from experiments.experiment import Result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# Of matplotlib, which only drawing imports.
 Figure = Any
 
 
@@ -88,12 +89,7 @@ class Curve:
 
 
 def in_training(label: str, result: Result) -> Curve:
-    """What a cell watched, step by step: the accuracy, or bits per byte of text.
-
-    Examples:
-        >>> in_training("gla", Result("a", {}, {"curve": [[100, 2.5, 0.25]]})).points
-        {100: 0.25}
-    """
+    """What a cell watched, step by step: the accuracy, or bits per byte of text."""
     return Curve(label, {step: seen for step, *_, seen in result.figures["curve"]})
 
 
@@ -120,7 +116,7 @@ class Panel:
     """Vertical lines by name, such as the length that was trained."""
 
 
-def draw_curves(panels: Sequence[Panel], *, title: str, columns: int = 3) -> "Figure":
+def draw_curves(panels: Sequence[Panel], *, title: str, columns: int = 3) -> Figure:
     """A figure of panels, at most `columns` beside each other, with one legend below them all."""
     curves = [curve for panel in panels for curve in panel.curves]
     looks = looks_of(curves)

@@ -44,6 +44,7 @@ class ExactCell:
 
 
 def cells(form: Form) -> list[TaskCell | ExactCell]:
+    # Write strengths up to 2 have eigenvalues in [-1, 1], up to 1 in [0, 1].
     settings = [(group, n, 2.0) for group, steps in form["groups"].items() for n in steps]
     settings += [(group, n, 1.0) for group, steps in form["positive"].items() for n in steps]
     trained = [make_cell(form, *one, seed) for one in settings for seed in form["seeds"]]

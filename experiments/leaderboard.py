@@ -31,6 +31,7 @@ from experiments.seeds import first_evaluation
 from experiments.task_cell import Evaluation, TaskCell
 from experiments.text_cell import TextCell, bits, text_cells, text_model
 
+MAD = read_settings("mad")["gpu"]
 # Scores this near are one: of tasks, whose tests have 1,000 rows, and of text.
 TIE = {False: 0.1, True: 0.02}
 # A task is solved above this.
@@ -99,8 +100,8 @@ def columns(form: Form) -> dict[str, Form]:
 
     `title` and `setting`, what a model trains on and is tested on, are for a reader.
     """
-    base = read_settings("mad")["gpu"] if "mad" in form else {"tasks": {}}
-    of_mad = {name: form["mad"] | base["each"] | task for name, task in base["tasks"].items()}
+    tasks = MAD["tasks"] if "mad" in form else {}
+    of_mad = {name: form["mad"] | MAD["each"] | task for name, task in tasks.items()}
     for one in of_mad.values():
         one["steps"] = min(one["steps"], one["most_steps"])
         steps = f"MAD's baseline, {one['steps']:,} steps of 128 rows"
@@ -110,15 +111,13 @@ def columns(form: Form) -> dict[str, Form]:
 
 
 def cells(form: Form) -> list[Entry]:
-    return [
-        Entry(
-            name=f"{system}-{key}", first=at_rate(first_cell(key, column, system), rates[0]),
-            rates=rates, seeds=tuple(column["seeds"]),
-        )
-        for key, column in columns(form).items()
-        for rates in [tuple(column["rates"])]
-        for system in SYSTEMS
-    ]  # fmt: skip
+    found = []
+    for key, column in columns(form).items():
+        rates, seeds = tuple(column["rates"]), tuple(column["seeds"])
+        for system in SYSTEMS:
+            first = at_rate(first_cell(key, column, system), rates[0])
+            found.append(Entry(name=f"{system}-{key}", first=first, rates=rates, seeds=seeds))
+    return found
 
 
 def first_cell(key: str, form: Form, system: str) -> TaskCell | TextCell:
@@ -128,7 +127,7 @@ def first_cell(key: str, form: Form, system: str) -> TaskCell | TextCell:
     steps = form["steps"]
     if key.startswith("mad-"):
         # The model and the rows of the experiment `mad`, for fewer steps and with warm-up.
-        cell = mad.make_cell(read_settings("mad")["gpu"], key.removeprefix("mad-"), system)
+        cell = mad.make_cell(MAD, key.removeprefix("mad-"), system)
         return replace(
             cell,
             model=replace(cell.model, conv_size=None, head_k_dim=None, head_v_dim=None),

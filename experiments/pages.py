@@ -145,8 +145,8 @@ def listed(numbers: list[int]) -> str:
     """Numbers in ascending order, a run of them by its ends.
 
     Examples:
-        >>> listed([0, 1, 2, 3]), listed([1, 5]), listed([])
-        ('0 to 3', '1, 5', 'none')
+        >>> listed([0, 1, 2]), listed([1, 5, 9]), listed([])
+        ('0 to 2', '1, 5, 9', 'none')
     """
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]} to {numbers[-1]}"

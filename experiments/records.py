@@ -155,12 +155,7 @@ def completed(told: Any, ours: Any) -> Any:
 
 
 def difference(theirs: Any, ours: Any, name: str = "") -> tuple[str, Any, Any]:
-    """The first place where two configurations differ, and what stands there.
-
-    Examples:
-        >>> difference({"loop": {"steps": 1}}, {"loop": {"steps": 2}})
-        ('loop.steps', 1, 2)
-    """
+    """The first place where two configurations differ, and what stands there."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         for key in [*ours, *theirs]:
             if theirs.get(key) != ours.get(key):

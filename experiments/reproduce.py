@@ -263,12 +263,7 @@ def published_records(run: ReproduceRun, cells: list[Cell]) -> dict[str, Record]
 
 
 def command_line(run: ReproduceRun) -> str:
-    """The command that gives these results.
-
-    Examples:
-        >>> command_line(ReproduceRun("mqar", scale="gpu"))
-        'deltarule reproduce mqar --scale gpu'
-    """
+    """The command that gives these results."""
     words = ["deltarule", "reproduce", run.name, "--scale", run.scale]
     words += [] if run.workers is None else ["--workers", str(run.workers)]
     words += [] if run.data is None else ["--data", run.data]

@@ -59,13 +59,7 @@ def by_setting(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def figures_of(results: Sequence[Result], figure: Callable[[Result], float]) -> dict[str, Runs]:
-    """One figure of every setting.
-
-    Examples:
-        >>> results = [Result(f"gla-seed{i}", {}, {"loss": i}) for i in (1, 2)]
-        >>> figures_of(results, lambda result: result.figures["loss"])
-        {'gla': Runs(values=[1, 2])}
-    """
+    """One figure of every setting."""
     return {name: Runs([*map(figure, runs)]) for name, runs in by_setting(results).items()}
 
 
@@ -78,8 +72,9 @@ def noise(runs: Mapping[str, Runs]) -> float | None:
     with the mean variance between seeds over all settings, and the fewest seeds n of one.
 
     Examples:
-        >>> round(noise({"a": Runs([1.0, 1.2]), "b": Runs([3.0, 3.2])}), 3)
-        0.424
+        >>> runs = {"a": Runs([1.0, 1.2]), "b": Runs([3.0, 3.2])}
+        >>> round(noise(runs), 3), noise({**runs, "c": Runs([2.0])})
+        (0.424, None)
     """
     deviations = [run.deviation for run in runs.values() if run.deviation is not None]
     if len(deviations) < len(runs) or not deviations:

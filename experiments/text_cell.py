@@ -240,13 +240,7 @@ def bits(result: Result) -> float:
 
 
 def text_of(results: list[Result]) -> str:
-    """What was read, for a reader.
-
-    Examples:
-        >>> data = {"source": "Python 3.12.1 standard library", "bytes": 31_000_000}
-        >>> text_of([Result("gla-seed0", {}, {"data": data})])
-        'Text: Python 3.12.1 standard library, 31,000,000 bytes, a tenth of them held out.'
-    """
+    """What was read, for a reader."""
     data = [run.figures["data"] for run in results]
     texts = dict.fromkeys((text["source"], text["bytes"]) for text in data)
     told = " and ".join(f"{source}, {count:,} bytes" for source, count in texts)

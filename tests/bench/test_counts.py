@@ -30,36 +30,22 @@ def test_the_backward_pass_reads_inputs_and_writes_their_gradients():
     assert both == (7 * 256 + 4 * 4) * TOKENS_AND_HEADS
 
 
-def test_operations_of_the_delta_rule_at_128_channels():
-    # Three products with the state and four of 64 x 128; the backward pass 7 and 11.
-    forward = 2 * (3 * 128 * 128 + 4 * 64 * 128)
-    backward = 2 * (7 * 128 * 128 + 11 * 64 * 128)
-    assert forward == 163_840
-    assert count("delta", TRAIN).operations == forward * TOKENS_AND_HEADS
-    assert count("delta", TRAIN, backward=True).operations == (
-        (forward + backward) * TOKENS_AND_HEADS
-    )
+# Products of 64 x 128, forward and with the backward pass; one with the state of 128 x 128 is two.
+# The delta rule has three with the state and four others, then 7 and 11; two steps of a token share
+# its read-out.
+UNITS = {
+    "delta": (2 * 3 + 4, 2 * 3 + 4 + 2 * 7 + 11),
+    "simple_gla": (2 * 2 + 2, 2 * 2 + 2 + 2 * 4 + 5),
+    "dplr": (2 * 4 + 8, 2 * 4 + 8 + 2 * 9 + 22),
+    "product2": (2 * 5 + 6, 2 * 5 + 6 + 2 * 12 + 17),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "backward", "units"),
-    [
-        ("simple_gla", False, 2 * 2 + 2),
-        ("simple_gla", True, 2 * 2 + 2 + 2 * 4 + 5),
-        ("dplr", False, 2 * 4 + 8),
-        ("dplr", True, 2 * 4 + 8 + 2 * 9 + 22),
-    ],
-)
-def test_operations_without_erase_and_with_free_erase(name, backward, units):
-    """In units of a product of 64 x 128; one with the state of 128 x 128 is two."""
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", UNITS)
+def test_operations(name, backward):
     done = count(name, TRAIN, backward=backward).operations
-    assert done == 2 * units * 64 * 128 * TOKENS_AND_HEADS
-
-
-def test_steps_of_a_token_share_its_read_out():
-    one = count("delta", TRAIN).operations / 2
-    two = count("product2", TRAIN).operations / 2
-    assert two - one == (2 * 128 * 128 + 2 * 64 * 128) * TOKENS_AND_HEADS
+    assert done == 2 * UNITS[name][backward] * 64 * 128 * TOKENS_AND_HEADS
 
 
 def test_decoding_reads_and_writes_every_state():
@@ -75,7 +61,5 @@ def test_attention_counts_half_of_all_pairs():
 
 
 def test_the_floor_is_the_larger_of_both_times():
-    bytes_bound = counts.Count(bytes=int(4.25e9), operations=0)
-    operations_bound = counts.Count(bytes=int(4.25e9), operations=int(2 * 790e9))
-    assert bytes_bound.floor_ms == pytest.approx(1.0)
-    assert operations_bound.floor_ms == pytest.approx(2.0)
+    least = [counts.Count(int(4.25e9), operations).floor_ms for operations in (0, int(2 * 790e9))]
+    assert least == pytest.approx([1.0, 2.0])

@@ -62,26 +62,6 @@ def test_a_graph_that_cannot_be_captured_is_told():
     assert any("flashinfer, forward, graph: RuntimeError: it waits" in x.notes for x in tables)
 
 
-def test_whole_models_have_tables_of_their_own():
-    filed = results.new_report([])
-    for batch in (1, 32):
-        generated = {"kind": "generate", "model": "1.5B", "batch": batch}
-        results.add(filed, "deltarule", generated, {"ms_per_token": 1.25 * batch, "floor_ms": 0.75})
-    trained = {"kind": "train", "model": "148M"}
-    figures = {"rows": 8, "tokens": 1024, "eager_ms": 40.5, "graph_ms": 20.25, "gpu_ms": 19.75}
-    results.add(filed, "deltarule", trained, figures | {"peak_GiB": 9.5, "host_ms": 30.25})
-    results.add(filed, "transformers", trained, {"error": "it is not installed"})
-    first, second = table.report_tables(filed)
-    assert first.lines[1] == ["1.5B, 32", "deltarule", "40", "0.75"]
-    assert second.lines == [
-        ["148M, 8x1024", "deltarule", "40.5", "30.2", "20.2", "19.8", "9.5"],
-    ]
-    assert second.notes == ["transformers, 148M: it is not installed"]
-    page = report.other_tables([filed])
-    assert [line for line in page if line.startswith("| 1.5B, 1 |")]
-    assert [line for line in page if line.startswith("| 1.5B, 32 |")]
-
-
 def test_tables_are_printed(capsys):
     table.show(example_report())
     shown = capsys.readouterr().out
@@ -143,32 +123,6 @@ def test_peers_alone_do_not_replace_a_comparison():
     old, new = example_report(date="2030-01-01"), example_report(date="2030-02-01")
     new["rows"] = [row for row in new["rows"] if row["peer"] == "fla"]
     assert report.timings([old, new]) == report.timings([old])
-
-
-def test_the_page_is_written_between_its_marks(tmp_path):
-    page, picture = tmp_path / "performance.md", tmp_path / "figures" / "bench.png"
-    picture.parent.mkdir()
-    page.write_text(
-        f"# Performance\n\n{report.MARKS.begin}\n{report.MARKS.end}\n\nWhat bounds it.\n"
-    )
-    report.write_page([example_report()], page, picture)
-    first = page.read_text()
-    line = next(line for line in first.splitlines() if "| forward |" in line and "8x4096" in line)
-    assert line.endswith("| forward | 0.129 | **0.25** | 0.84 (3.4 x) | 0.34 (1.4 x) | - |")
-    assert "`deltarule bench --quick`" in first
-    assert "| gated delta rule | deltarule | 55 |" in first
-    assert first.endswith("What bounds it.\n")
-    report.write_page([example_report()], page, picture)
-    assert page.read_text() == first
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_page_that_lost_a_mark_is_left_alone(tmp_path):
-    page = tmp_path / "performance.md"
-    page.write_text("# Performance\n")
-    with pytest.raises(ValueError, match="lacks"):
-        report.write_page([], page, tmp_path / "bench.png")
-    assert page.read_text() == "# Performance\n"
 
 
 def test_a_report_without_times_has_an_empty_picture(tmp_path):

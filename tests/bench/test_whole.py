@@ -22,11 +22,8 @@ def test_generation_is_timed_beside_its_floor(peer, tmp_path):
     if peer == "transformers":
         pytest.importorskip("transformers")
     output = tmp_path / "generate.json"
-    whole.bench_generate(
-        whole.GenerateBenchRun(
-            model=("1M",), peer=(peer,), batch=(1, 2), new_tokens=3, output=output
-        )
-    )
+    small = {"model": ("1M",), "peer": (peer,), "batch": (1, 2), "new_tokens": 3}
+    whole.bench_generate(whole.GenerateBenchRun(**small, output=output))
     rows = json.loads(output.read_text())["rows"]
     assert [row["batch"] for row in rows] == [1, 2]
     assert all(row["ms_per_token"] > 0 and row["floor_ms"] > 0 for row in rows)
@@ -79,18 +76,11 @@ def test_the_note_tells_what_the_figures_say():
         "sweep": ("cublas", "floor_us"),
     }
     # The last row of a case is the one that the note tells.
-    latest = {
-        (
-            r["what"],
-            r["label"] == "old",
-            r.get("model"),
-            r.get("O"),
-            r.get("batch"),
-            r.get("I"),
-            r.get("mode"),
-        ): r
-        for r in (r | {"model": r.get("model", "").removesuffix("-big")} for r in rows)
-    }
+    facts = ("O", "batch", "I", "mode")
+    latest = {}
+    for row in rows:
+        model, old = row.get("model", "").removesuffix("-big"), row["label"] == "old"
+        latest[row["what"], old, model, *map(row.get, facts)] = row
     for (what, old, *_, mode), row in latest.items():
         names = told[what][:1] if old or mode == "eager" else told[what]
         for name in names:

@@ -2,26 +2,8 @@
 
 from deltarule.models import PATTERNS
 from deltarule.nn import SYSTEMS
-from deltarule.train.figures import save
 from experiments import figures
-from experiments.figures import INK, LOOKS, SYSTEM_LOOKS, Curve, Panel, draw_curves, looks_of
-
-
-def test_panels_of_every_kind_are_drawn(tmp_path):
-    path = tmp_path / "curves.png"
-    seen = Curve.through("deltanet", {64: [0.4, 0.6], 128: [0.9, 1.0]})
-    published = Curve("deltanet", {64: 1.0, 128: 1.0}, published=True)
-    many, single = Curve("n = 1", {n: n + 1 for n in range(20)}), {3: [0.1, 0.9]}
-    panels = [
-        Panel([seen, published], "width", "accuracy", log_x=True, levels={"chance": 0.1}),
-        Panel([seen], "task", "accuracy", ticks=("one", "two"), limits=(0, 1)),
-        Panel([many], "x", "y", log_y=True, marks={"end": 9}),
-        Panel([], "x", "y", log_x=True, ticks=()),
-        Panel([Curve.through("gla", single)], "x", "y"),
-    ]
-    save(draw_curves(panels, title="All", columns=2), path)
-    assert [file.name for file in tmp_path.iterdir()] == ["curves.png"]
-    assert path.read_bytes().startswith(b"\x89PNG")
+from experiments.figures import INK, LOOKS, SYSTEM_LOOKS, Curve, looks_of
 
 
 def test_labels_have_looks_of_their_own():
@@ -34,6 +16,8 @@ def test_labels_have_looks_of_their_own():
     assert {looks[x].ink for x in "abc"} == {INK}
     both = looks_of([Curve("gla", {}), Curve("GLA, no convolution", {}, look="gla")])
     assert both["GLA, no convolution"] == SYSTEM_LOOKS["gla"]._replace(line=":")
+    bare = looks_of([Curve("gla", {}), Curve("gla-no-conv", {})])
+    assert bare["gla-no-conv"] == SYSTEM_LOOKS["gla"]._replace(line=":")
     assert len(set(looks.values())) == len(labels)
     assert set(SYSTEM_LOOKS) <= {*SYSTEMS, *PATTERNS}
     one = looks_of([Curve("n = 2, [0, 1]", {}, look="n = 2"), Curve("n = 2", {})])
@@ -60,9 +44,3 @@ def test_a_curve_goes_through_the_mean_of_seeds_within_their_range():
     assert curve.points == {64: 0.75, 128: 0.75}
     assert curve.ranges == [(0.5, 1.0), (0.75, 0.75)]
     assert (curve.look, curve.published) == ("kda", False)
-
-
-def test_a_system_without_its_convolution_is_told_and_drawn_as_itself():
-    assert figures.title_of("mamba2-no-conv") == "Mamba-2, no convolution"
-    looks = looks_of([Curve("gla", {}), Curve("gla-no-conv", {})])
-    assert looks["gla-no-conv"] == SYSTEM_LOOKS["gla"]._replace(line=":")

@@ -7,7 +7,7 @@ import torch
 
 from crash import crash_at
 from deltarule.nn import DeltaNet, Mamba2
-from experiments import mqar, regbench, state_tracking
+from experiments import mqar, regbench
 from experiments.experiment import Result, load_experiment, merged, read_settings
 from experiments.figures import title_of
 from experiments.groups import make_cell
@@ -95,16 +95,6 @@ def test_a_layer_has_signs_where_its_name_says_so():
     for cell in TRACKING.cells("laptop")[:4]:
         mixer = cell.build().blocks[0].mixer
         assert type(mixer) is kinds.get(cell.name.split("-")[1], SignedMamba2)
-
-
-@pytest.mark.parametrize(
-    ("scale", "accuracy", "scaled"), [("laptop", 0.5, 0), ("laptop", 0.75, 0.5), ("gpu", 0.2, 0)]
-)
-def test_accuracy_is_scaled_by_chance(scale, accuracy, scaled):
-    cell = TRACKING.cells(scale)[0]
-    figures = {"evaluations": {"length 32": {"accuracy": accuracy}}}
-    result = Result(cell.name, plain(cell), figures)
-    assert state_tracking.scaled(result, "length 32") == pytest.approx(scaled)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Words and settings are read as written; what they hold can be planned, sent, drawn and told."""
+"""Whatever the table of experiments holds can be planned, sent to a process, drawn and told."""
 
 import dataclasses
 import json
@@ -11,15 +11,7 @@ import torch
 
 from deltarule.models import CausalLM
 from deltarule.tasks import load_task
-from experiments.experiment import (
-    EXPERIMENTS,
-    SCALES,
-    figures,
-    load_experiment,
-    merged,
-    read_settings,
-    read_words,
-)
+from experiments.experiment import EXPERIMENTS, SCALES, load_experiment
 from experiments.pages import section
 from experiments.records import completed, plain, read_json, to_results
 from experiments.task_cell import TaskCell
@@ -124,68 +116,3 @@ def test_a_cell_of_every_kind_runs(name, scale, index, labels, tmp_path):
 def test_an_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(ValueError, match="NAME must be one of leaderboard, mqar"):
         load_experiment("nothing")
-
-
-TEXT = """# A title
-
-What a reader sees, in
-two lines.
-
-From a paper (2030),
-figure 1.
-
-- laptop: a minute: or
-  two
-- published: hours
-
-## Remark
-
-Said below
-the table.
-
-## Published
-
-Read off the figure.
-
-| | 64 | far |
-|---|---|---|
-| gla | 0.22 | - |
-
-## Differences: laptop
-
-- One.
-
-## Differences: laptop, published
-
-- Both: of
-  them.
-
-## Differences: published
-
-- Hours.
-"""
-
-
-def test_every_part_of_the_words_is_read(tmp_path):
-    (tmp_path / "words").mkdir()
-    (tmp_path / "words" / "x.md").write_text(TEXT)
-    read = read_words("x", tmp_path)
-    assert (read.title, read.shows) == ("A title", "What a reader sees, in two lines.")
-    assert read.source == "a paper (2030), figure 1"
-    assert read.needs == {"laptop": "a minute: or two", "published": "hours"}
-    assert read.deviations == {
-        "laptop": ["One.", "Both: of them."],
-        "published": ["Both: of them.", "Hours."],
-    }
-    assert read.remark == "Said below the table."
-    assert read.published == {"gla": {64: 0.22}}
-    assert figures("") == {}
-
-
-def test_a_form_has_what_holds_for_all_unless_it_says_otherwise():
-    forms = read_settings("mqar")
-    assert list(forms) == ["laptop", "gpu", "published"]
-    assert forms["published"]["model"] == {"num_layers": 2, "mlp_size": 0, "norm_eps": 1e-5}
-    assert forms["gpu"]["model"]["norm_eps"] == 1e-2
-    common, own = {"a": {"b": 1, "c": 2}, "d": [1, 2]}, {"a": {"b": 3}, "d": [4]}
-    assert merged(common, own) == {"a": {"b": 3, "c": 2}, "d": [4]}

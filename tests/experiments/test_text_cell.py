@@ -12,7 +12,15 @@ from deltarule.train.documents import DataError
 from deltarule.train.evaluate import bits_per_byte
 from deltarule.train.loop import LoopOptions
 from deltarule.train.optimizer import OptimizerOptions
-from experiments.text_cell import TextCell, TextRows, held_out_rows, measure, rows_at
+from experiments.text_cell import (
+    TextCell,
+    TextRows,
+    equal_size,
+    held_out_rows,
+    measure,
+    rows_at,
+    text_model,
+)
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(
@@ -69,6 +77,11 @@ def test_a_stopped_run_goes_on_to_the_same_figures(cell, tmp_path, monkeypatch):
 def test_senseless_settings_are_refused(cell, change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(cell, **change)
+
+
+def test_an_mlp_cannot_make_a_model_smaller():
+    with pytest.raises(ValueError, match="parameters must be at least"):
+        equal_size(text_model("gated_deltanet", "laptop"), 1000)
 
 
 def test_text_that_is_too_short_is_refused(cell, tmp_path):
