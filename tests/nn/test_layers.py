@@ -20,10 +20,14 @@ from oracles import hgrn
 from tolerance import relative_rms
 
 
-def test_mamba2_from_config_has_one_key_head():
+def test_sizes_that_are_a_layers_own():
     layer = nn.Mamba2.from_config(config(num_heads=4), 0)
     assert (layer.num_heads, layer.num_v_heads) == (1, 4)
     assert (layer.head_k_dim, layer.head_v_dim) == (128, 16)
+    layer = TTTLinear.from_config(config(head_k_dim=6, head_v_dim=4), 0)
+    assert layer.head_v_dim == layer.head_k_dim == 6
+    layer = TitansLinear(HIDDEN, num_heads=2, head_k_dim=8, head_v_dim=4, output_gate=False)
+    assert layer(inputs(1, 5))[1]["recurrent"].shape == (1, 2, 4, 8)
 
 
 def test_delta_product_of_one_step_is_deltanet():
@@ -188,7 +192,8 @@ def test_bounds_rise_from_layer_to_layer():
     torch.testing.assert_close(second.lower_bound(shared), share[1])
     torch.testing.assert_close(third.lower_bound(shared), share[1] + share[2])
     assert (third.lower_bound(shared) < 1).all()
-    assert second.lower_bound({}) is None
+    alone = make("hgrn2")
+    assert second.lower_bound({}) is alone.bound_logits is alone.lower_bound({}) is None
 
 
 def test_the_bound_keeps_what_would_be_forgotten():
@@ -218,12 +223,6 @@ def test_hgrn_bounds_are_those_of_the_paper():
     later = MIXERS["hgrn"](HIDDEN, num_heads=2)
     later.find_place(("hgrn", "attention", "hgrn", "hgrn"), 3)
     torch.testing.assert_close(later.lower_bound(shared).flatten(), expected[2])
-
-
-def test_alone_it_has_none():
-    layer = make("hgrn2")
-    assert layer.bound_logits is None
-    assert layer.lower_bound({}) is None
 
 
 DOUBLE = torch.float64
@@ -287,21 +286,11 @@ def test_the_first_network_is_learned(name):
         assert torch.equal(state[key], start.expand(2, *start.shape))
 
 
-def test_values_of_ttt_are_of_the_size_of_its_keys():
-    layer = TTTLinear.from_config(config(head_k_dim=6, head_v_dim=4), 0)
-    assert layer.head_v_dim == layer.head_k_dim == 6
-
-
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_model_says_how_long_mini_batches_are(name):
     layer = MIXERS[name].from_config(config(mini_batch=4), 0)
     assert layer(inputs(1, 7))[1]["position"].tolist() == [3]
     assert MIXERS[name].from_config(config(mini_batch=None), 0).mini_batch == 16
-
-
-def test_titans_may_have_values_of_another_size():
-    layer = TitansLinear(HIDDEN, num_heads=2, head_k_dim=8, head_v_dim=4, output_gate=False)
-    assert layer(inputs(1, 5))[1]["recurrent"].shape == (1, 2, 4, 8)
 
 
 def test_abc_holds_logits_that_have_no_exponential():
