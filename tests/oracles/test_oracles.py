@@ -223,27 +223,10 @@ def lightning_as_masked_attention():
     return lightning.recurrence(*QKV, 0.3)[0], scores @ VALUE
 
 
-def titans_as_delta_net():
-    """Without momentum and decay."""
-    start = torch.zeros(V, K, dtype=DOUBLE)
-    o, _, _ = titans.linear_recurrence(start, *QKV, BETA / 2, ZERO, ZERO)
-    return o, delta_scan.recurrence(*QKV, BETA)[0]
-
-
-def titans_mlp_of_one_layer():
-    x = wave(1, K)
-    return titans.mlp({"W1": wave(2, V, K)}, x), titans.linear({"W": wave(2, V, K)}, x)
-
-
 def titans_mlp_of_two_layers():
     x, first, second = wave(1, K), wave(2, 4, K), wave(3, V, 4)
     two = titans.mlp({"W1": first, "W2": second}, x)
     return two, second @ torch.nn.functional.silu(first @ x)
-
-
-def ttt_dual():
-    weights, rest = ttt_inputs(None)
-    return ttt.recurrence(ttt.linear, weights, *rest)[0], ttt.linear_dual(weights, *rest)
 
 
 def rotary_as_a_complex_product(interleaved):
@@ -297,11 +280,6 @@ def s4_held_input():
     dA, dB = s4.discretise(A, B, 0.05)
     _, x = s4.recurrence(torch.ones(20, dtype=DOUBLE), dA, dB, B, 0)
     return torch.view_as_real(x), torch.view_as_real((torch.exp(A) - 1) / A * B)
-
-
-def rwkv4_shifted():
-    k, *rest = RWKV4
-    return rwkv4.recurrence(k + 900, *rest)[0], rwkv4.recurrence(*RWKV4)[0]
 
 
 def rwkv7_as_delta_net():
@@ -383,11 +361,6 @@ def hyena_heads_of_one_channel():
     return hyena.multi_head(*one, FILTER, 0.2), hyena.hyena(*one, FILTER[:, None], 0.2)
 
 
-def hyena_with_a_geometric_filter():
-    decay = torch.exp(-0.3 * torch.arange(T, dtype=DOUBLE))
-    return hyena.multi_head(*HYENA_HEADS, decay), lightning.recurrence(*HYENA_HEADS, 0.3)[0]
-
-
 X4 = wave(200, T, 4)
 
 
@@ -412,21 +385,10 @@ def dijiang_as_printed():
     return dijiang.recurrence(phi, phi, wave(59, T, V))[0], expected
 
 
-def gdn2_of_one_strength():
-    equal = heads(BETA, K), heads(BETA, V)
-    return gdn2.recurrence(*QKV, LOG_A, *equal)[0], kda.recurrence(*QKV, LOG_A, BETA)[0]
-
-
 def kda_gates_far_out():
     far = kda.bounded_log_decay(torch.tensor([-100.0, 100.0], dtype=DOUBLE), bound=-3.0)
     free = kda.log_decay(torch.tensor([0.0], dtype=DOUBLE), A_log=math.log(2))
     return torch.cat([far, free]), torch.tensor([0, -3, -2 * math.log(2)], dtype=DOUBLE)
-
-
-def log_linear_of_equal_scales():
-    q, k, v, decay, scales = LOG_LINEAR
-    o, _ = log_linear.recurrence(q, k, v, decay, torch.ones_like(scales))
-    return o, gated_retention.recurrence(q, k, v, decay.exp())[0]
 
 
 GAMMA = gated_retention.gate(wave(210, T))
@@ -447,10 +409,18 @@ SAME = {
         lightning.released_slopes(4, 0, 1), (1 + 1e-5) * 4.0 ** -torch.arange(1.0, 5).double(),
     ),
     "lightning is masked attention": lightning_as_masked_attention,
-    "Titans without gates": titans_as_delta_net,
-    "Titans' MLP of one layer": titans_mlp_of_one_layer,
+    "Titans without gates": lambda: (
+        titans.linear_recurrence(torch.zeros(V, K).double(), *QKV, BETA / 2, ZERO, ZERO)[0],
+        delta_scan.recurrence(*QKV, BETA)[0],
+    ),
+    "Titans' MLP of one layer": lambda: (
+        titans.mlp({"W1": wave(2, V, K)}, wave(1, K)),
+        titans.linear({"W": wave(2, V, K)}, wave(1, K)),
+    ),
     "Titans' MLP of two layers": titans_mlp_of_two_layers,
-    "TTT, dual": ttt_dual,
+    "TTT, dual": lambda: (
+        ttt_outputs(ttt.linear, None), ttt.linear_dual(ttt_inputs(None)[0], *ttt_inputs(None)[1]),
+    ),
     "rotary": lambda: rotary_as_a_complex_product(False),
     "rotary, interleaved": lambda: rotary_as_a_complex_product(True),
     "rotary frequencies": lambda: (
@@ -489,7 +459,10 @@ SAME = {
     "GateLoop, cell": gate_loop_cell,
     "multi-head Hyena": multi_head_hyena,
     "Hyena's heads of one channel": hyena_heads_of_one_channel,
-    "Hyena with a geometric filter": hyena_with_a_geometric_filter,
+    "Hyena with a geometric filter": lambda: (
+        hyena.multi_head(*HYENA_HEADS, torch.exp(-0.3 * torch.arange(T, dtype=DOUBLE))),
+        lightning.recurrence(*HYENA_HEADS, 0.3)[0],
+    ),
     "ReBased, parallel": lambda: (rebased.recurrence(*QKV)[0], rebased.parallel(*QKV)),
     "ReBased, transform": rebased_transform,
     "ReBased, features": rebased_features,
@@ -498,15 +471,30 @@ SAME = {
         gated_retention.recurrence(*QKV, GAMMA)[0], gated_retention.parallel(*QKV, GAMMA),
     ),
     "gated retention, gate": lambda: (GAMMA**16, torch.sigmoid(wave(210, T))),
-    "GDN-2 of one strength": gdn2_of_one_strength,
+    "GDN-2 of one strength": lambda: (
+        gdn2.recurrence(*QKV, LOG_A, heads(BETA, K), heads(BETA, V))[0],
+        kda.recurrence(*QKV, LOG_A, BETA)[0],
+    ),
     "KDA, gates far out": kda_gates_far_out,
     "log-linear, by definition": lambda: (
         log_linear.recurrence(*LOG_LINEAR)[0], log_linear.by_definition(*LOG_LINEAR),
     ),
-    "log-linear of equal scales": log_linear_of_equal_scales,
+    "log-linear of equal scales": lambda: (
+        log_linear.recurrence(*LOG_LINEAR[:4], torch.ones_like(LOG_LINEAR[4]))[0],
+        gated_retention.recurrence(*LOG_LINEAR[:3], LOG_LINEAR[3].exp())[0],
+    ),
 }  # fmt: skip
 # Two dense roots, and exponentials of 900 that cancel.
-ROUNDED = {"S4, dense": (s4_dense, 1e-10), "RWKV-4, shifted": (rwkv4_shifted, 1e-11)}
+ROUNDED = {
+    "S4, dense": (s4_dense, 1e-10),
+    "RWKV-4, shifted": (
+        lambda: (
+            rwkv4.recurrence(RWKV4[0] + 900, *RWKV4[1:])[0],
+            rwkv4.recurrence(*RWKV4)[0],
+        ),
+        1e-11,
+    ),
+}
 # For a power of two the rules of slopes are one but for 1e-5.
 ROUNDED["slopes of 8"] = (
     lambda: (lightning.released_slopes(8, 3, 8), lightning.transformers_slopes(8, 3, 8)), 1e-6,
