@@ -38,7 +38,7 @@ FOLDERS = {
     "src/deltarule/ops/mesa": 780,
     "src/deltarule/ops/memory": 2_310,
     "src/deltarule/ops/fused": 2_520,
-    "src/deltarule/nn": 8_950,
+    "src/deltarule/nn": 8_910,
     "src/deltarule/models": 5_640,
     "src/deltarule/hf": 1_620,
     "src/deltarule/parallel": 1_550,
