@@ -24,7 +24,7 @@ from deltarule.models import linear_next_token_loss
 from deltarule.nn import norm, short_conv
 from deltarule.nn.layout import make_layout
 from deltarule.nn.masked_attention import Sight, attend_by_sight
-from deltarule.ops.delta_rule import gate_maps
+from deltarule.ops.delta_rule import gate_logits
 from deltarule.ops.fused import gates as gates_op
 from deltarule.ops.fused import norms as norm_op
 from deltarule.ops.fused import swiglu as swiglu_op
@@ -185,7 +185,7 @@ def decay(*sizes: int) -> Case:
     return Case(
         {"logits": logits, "A_log": A_log, "dt_bias": random(*sizes, dtype=torch.float32)},
         lambda x: gates_op.log_decay(x["logits"], x["A_log"], x["dt_bias"], False)[0],
-        lambda x: gate_maps.step_and_log_decay(**x)[1],
+        lambda x: gate_logits.step_and_log_decay(**x)[1],
         (2 + 4) * logits.numel(),
         (2 + 4 + 2) * logits.numel(),
     )
@@ -196,7 +196,7 @@ def write_strength() -> Case:
     return Case(
         {"logits": logits},
         lambda x: gates_op.write_strength(x["logits"], 1.0),
-        lambda x: gate_maps.write_strength(x["logits"], 1.0),
+        lambda x: gate_logits.write_strength(x["logits"], 1.0),
         (2 + 4) * logits.numel(),
         (2 + 4 + 2) * logits.numel(),
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from deltarule.models import loss
 from deltarule.nn import norm, short_conv
 from deltarule.nn.layout import Layout, make_layout
-from deltarule.ops.delta_rule import gate_maps
+from deltarule.ops.delta_rule import gate_logits
 from deltarule.ops.fused import cross_entropy
 from deltarule.ops.fused import gates as gates_op
 from deltarule.ops.fused import norms as norm_op
@@ -188,7 +188,7 @@ def decay(channels: int | None, *, step: bool = False, spread: float = 3.0) -> N
         return (dt, log_decay)[not step :]
 
     def plain(x: Tensors) -> tuple[Tensor, ...]:
-        return gate_maps.step_and_log_decay(x["logits"], x["A_log"], x["dt_bias"])[not step :]
+        return gate_logits.step_and_log_decay(x["logits"], x["A_log"], x["dt_bias"])[not step :]
 
     return Neighbour(tensors, fused, plain, ("A_log", "dt_bias"))
 
@@ -204,8 +204,8 @@ def both_gates(channels: int | None = None) -> Neighbour:
         return x["logits"][..., :size].unflatten(-1, sizes), x["A_log"], x["dt_bias"]
 
     def plain(x: Tensors) -> tuple[Tensor, ...]:
-        decay = gate_maps.step_and_log_decay(*parts(x))[1]
-        return decay, gate_maps.write_strength(x["logits"][..., size:], beta_max)
+        decay = gate_logits.step_and_log_decay(*parts(x))[1]
+        return decay, gate_logits.write_strength(x["logits"][..., size:], beta_max)
 
     def fused(x: Tensors) -> tuple[Tensor, ...]:
         return gates_op.gates(*parts(x), x["logits"][..., size:], beta_max)
@@ -218,7 +218,7 @@ def strength(beta_max: float = 2.0) -> Neighbour:
     return Neighbour(
         {"logits": 3 * torch.randn(2, 9, 5)},
         lambda x: (gates_op.write_strength(x["logits"][..., 1:4], beta_max),),
-        lambda x: (gate_maps.write_strength(x["logits"][..., 1:4], beta_max),),
+        lambda x: (gate_logits.write_strength(x["logits"][..., 1:4], beta_max),),
     )
 
 

@@ -14,7 +14,7 @@ from deltarule.doctor import examine as module
 from deltarule.doctor.command import DoctorRun, diagnose, keep_verdicts
 from deltarule.doctor.examine import Configuration, commonest, draw, every, examine, known_bad
 from deltarule.ops import dispatch
-from deltarule.ops.delta_rule import implementations, refused
+from deltarule.ops.delta_rule import implementations
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton.plan import LEAST_READS, full_tiles, new_plan
 from deltarule.ops.runtime import machine
@@ -111,8 +111,8 @@ def test_a_kernel_that_raises_is_a_finding(monkeypatch) -> None:
     verdict = examine(TINY, CPU)
     assert verdict.error == "dense: RuntimeError: an illegal memory access"
     keep_verdicts([verdict])
-    name = refused.configuration_name(draw(TINY, (), CPU, False))
-    assert refused.refusal_of(name)
+    name = implementations.configuration_name(draw(TINY, (), CPU, False))
+    assert implementations.refusal_of(name)
 
 
 def test_a_damaged_file_is_no_finding(own_cache) -> None:
@@ -145,11 +145,13 @@ def test_without_a_gpu_it_says_so() -> None:
 
 def test_compiled_code_is_refused_too(monkeypatch) -> None:
     inputs = draw(TINY, (), CPU, False)
-    keep_verdicts([module.Verdict(refused.configuration_name(inputs), False, "wrong", 2.0, 0.0)])
+    keep_verdicts(
+        [module.Verdict(implementations.configuration_name(inputs), False, "wrong", 2.0, 0.0)]
+    )
 
     def reason(x):
-        name = refused.configuration_name(inputs._replace(q=x))
-        return x + 1, refused.refusal_of(name)
+        name = implementations.configuration_name(inputs._replace(q=x))
+        return x + 1, implementations.refusal_of(name)
 
     _, found = torch.compile(reason, fullgraph=True, backend="eager")(inputs.q)
     assert "wrong" in found

@@ -12,7 +12,7 @@ import torch
 from ahead import Launch, Report, compiled, recording
 from torch import Tensor
 
-from deltarule.ops.delta_rule.gate_maps import NO_MAPS, Step
+from deltarule.ops.delta_rule.gate_logits import NO_MAPS, Step
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes, spanning, tile_sizes, windows
 from deltarule.ops.delta_rule.triton import plan as segment_length

@@ -11,7 +11,7 @@ import torch
 from ahead import Launch, compiled, recording
 from compile_ahead import TARGETS, Call, inputs_of
 
-from deltarule.ops.delta_rule.gate_maps import GateMaps, Step
+from deltarule.ops.delta_rule.gate_logits import GateMaps, Step
 from deltarule.ops.delta_rule.triton.step import recurrent_step
 from deltarule.ops.serving.pool_triton import move
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deltarule.doctor.definition import results
 from deltarule.doctor.examine import LENGTHS, Configuration, draw, fused_run, triton_run
-from deltarule.ops.delta_rule.gate_maps import NO_MAPS, Step
+from deltarule.ops.delta_rule.gate_logits import NO_MAPS, Step
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.step import rows_of

@@ -24,7 +24,7 @@ promised("triton")
 
 from deltarule.models import loss
 from deltarule.nn import mlp, norm
-from deltarule.ops.delta_rule import gate_maps
+from deltarule.ops.delta_rule import gate_logits
 from deltarule.ops.fused import gates as gate_ops
 from deltarule.ops.fused import norms as sum_ops
 from deltarule.ops.fused import short_conv as conv_ops
@@ -202,7 +202,7 @@ def test_extreme_gate_logits(logit) -> None:
     logits = torch.full((1, 2, 3), logit, requires_grad=True)
     log_decay, dt = gate_ops.log_decay(logits, torch.ones(3), torch.zeros(3), True)
     wide = logits.detach().double()
-    exact = gate_maps.step_and_log_decay(wide, torch.ones(3), torch.zeros(3))
+    exact = gate_logits.step_and_log_decay(wide, torch.ones(3), torch.zeros(3))
     for x, y in zip((dt, log_decay), exact, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=1e-37)
     log_decay.sum().backward()

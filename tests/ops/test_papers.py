@@ -4,39 +4,25 @@ import pytest
 import torch
 
 from deltarule import delta_rule, long_convolution, selective_scan, slstm, two_memories
-from deltarule.ops.delta_rule.parallel_scan import parallel_scan
-from ops.contract import HV, OPERATORS, H, K, V, draw, slots
+from ops.contract import OPERATORS, K, V, draw, slots
 from oracles import decaying_fast_weights as dfw
 from oracles import delta_scan, hyena, mamba
 from oracles import slstm as cell
 from tolerance import assert_close, relative_rms
 
-B, T = 2, 13
+T = 13
 DOUBLE = torch.float64
 
 
-DECAYS = {"none": None, "constant": (HV,), "head": (B, T, HV), "channel": (B, T, HV, K)}
-
-
-@pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("carried", [False, True])
-def test_parallel_scan_by_the_definition(decay, carried):
-    q, k, v = draw(B, T, H, K), draw(B, T, H, K) / 3, draw(B, T, HV, V)
-    given = {"beta": 2 * torch.rand(B, T, HV, dtype=torch.float64)}
-    given["log_decay"] = None if DECAYS[decay] is None else -draw(*DECAYS[decay]).abs()
-    given["initial_state"] = draw(B, HV, V, K) if carried else None
-    found, exact = parallel_scan(q, k, v, **given), delta_rule(q, k, v, **given, impl="reference")
-    assert relative_rms(found.o, exact.o) <= 1e-12
-    assert relative_rms(found.final_state, exact.final_state) <= 1e-12
-
-
-def test_parallel_scan_as_the_paper_has_it():
+def test_the_delta_rule_by_the_parallel_scan_of_its_paper(carried):
     q, k, v, beta = draw(T, K), draw(T, K) / 2, draw(T, V), torch.rand(T, dtype=torch.float64)
-    expected, last = delta_scan.recurrence(q, k, v, beta)
-    rows = (x[None, :, None] for x in (q, k, v))
-    o, state = parallel_scan(*rows, beta=beta[None, :, None], scale=1.0)
-    assert relative_rms(o[0, :, 0], expected) <= 1e-12
-    assert relative_rms(state[0, 0], last) <= 1e-12
+    start = draw(V, K) if carried else None
+    expected, last = delta_scan.scan(q, k, v, beta, start)
+    rows, state = (x[None, :, None] for x in (q, k, v)), start[None, None] if carried else None
+    out = delta_rule(*rows, beta=beta[None, :, None], scale=1.0, initial_state=state)
+    assert relative_rms(out.o[0, :, 0], expected) <= 1e-12
+    assert relative_rms(out.final_state[0, 0], last) <= 1e-12
 
 
 def test_a_signed_state_by_its_oracle():

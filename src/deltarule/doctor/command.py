@@ -22,7 +22,7 @@ from deltarule.doctor.examine import (
     examined,
     known_bad,
 )
-from deltarule.ops.delta_rule.refused import configuration_name
+from deltarule.ops.delta_rule.implementations import configuration_name
 from deltarule.ops.runtime.machine import failures, findings_file, identity, load_findings
 from deltarule.processes import each_apart
 from deltarule.train.extra import require

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from deltarule.doctor import bars
 from deltarule.doctor.definition import exact_run, in_float64, in_parts, results, yardstick_run
-from deltarule.ops.delta_rule.implementations import recurrence
+from deltarule.ops.delta_rule.implementations import configuration_name, recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.pack import pack
 from deltarule.ops.runtime.machine import triton_version
@@ -200,8 +200,6 @@ def times_yardstick(name: str, x: Tensor, exact: Tensor, own: Tensor) -> float:
 
 def examine(of: Configuration, device: torch.device) -> Verdict:
     """Run one configuration dense, and packed with unit norm; the worst result decides."""
-    from deltarule.ops.delta_rule.refused import configuration_name
-
     start = time.perf_counter()
     # Triton's interpreter, which takes its time over every head, has no compiler to be wrong.
     heads = KEY_HEADS if device.type == "cuda" else 1

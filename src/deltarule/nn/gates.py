@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.rule import Arguments, Projections
-from deltarule.ops.delta_rule import gate_maps as plain
+from deltarule.ops.delta_rule import gate_logits as plain
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits
 from deltarule.ops.fused import gates as fused
 from deltarule.ops.fused_kernels import kernel_runs, why_not_fused

@@ -1,14 +1,15 @@
-"""Logits in place of a step's gates: the arguments, and their checks."""
+"""Logits in place of a step's gates: the arguments and their checks, and the maps to the gates."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.ops.checks import check_dense, check_gate
-from deltarule.ops.delta_rule.gate_maps import GateMaps
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments, check_erase
+from deltarule.ops.sequences import computed
 from deltarule.shapes import Beta, Decay
 
 
@@ -40,6 +41,84 @@ class BetaLogits(NamedTuple):
     beta_max: float = 1.0
 
 
+class GateMaps(NamedTuple):
+    """What makes gates of the logits that stand in their place; None where the gate itself does.
+
+    A_log and dt_bias go together; lower_bound makes the other of the two maps of a decay.
+    """
+
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    beta_max: float | None = None
+    lower_bound: float | None = None
+
+    def applied(self, inputs: Inputs) -> Inputs:
+        """The inputs with every gate in its place."""
+        beta, decay = inputs.beta, inputs.log_decay
+        if beta is not None and self.beta_max is not None:
+            beta = write_strength(beta, self.beta_max)
+        if decay is not None and self.A_log is not None and self.dt_bias is not None:
+            parameters = self.A_log, self.dt_bias
+            if self.lower_bound is None:
+                decay = step_and_log_decay(decay, *parameters)[1]
+            else:
+                decay = bounded_log_decay(decay, *parameters, self.lower_bound)
+        return inputs._replace(beta=beta, log_decay=decay)
+
+
+# For a step that is given its gates.
+NO_MAPS = GateMaps()
+
+
+class Step(NamedTuple):
+    """A few tokens of many states, written in place; gates that have a map are logits.
+
+    inputs: The tokens, with the logits in their gates' places.
+    maps: What is still to be done to these.
+    state: The states, or a pool of them.
+    slots: Which of them each row has, [N]; or [N, S], a slot for the state after each token. None:
+        row i has state i.
+    null_index: Rows with it have none, and give zeros.
+    states: Where the state after each token goes, [B, T, HV, V, K]. None: nowhere.
+    accepted: [N] the slot of which of a row's tokens it starts from, from 1. None: the first.
+    out: Where the outputs go, contiguous. With it every index below null_index is null, too.
+    """
+
+    inputs: Inputs
+    maps: GateMaps
+    state: Tensor
+    slots: Tensor | None = None
+    null_index: int = -1
+    states: Tensor | None = None
+    accepted: Tensor | None = None
+    out: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        others = self.state, self.slots, self.states, self.accepted, self.out
+        return *self.inputs[:7], *self.maps[:2], *others
+
+
+def write_strength(logits: Tensor, beta_max: float) -> Tensor:
+    """beta = beta_max * sigmoid(logits)."""
+    return beta_max * torch.sigmoid(computed(logits))
+
+
+def step_and_log_decay(logits: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """dt = softplus(logits + dt_bias), log_decay = -exp(A_log) * dt, by head or by key channel."""
+    dt = F.softplus(computed(logits) + dt_bias)
+    rate = computed(A_log).exp()
+    return dt, -(rate.unsqueeze(-1) if dt.ndim == 4 else rate) * dt
+
+
+def bounded_log_decay(logits: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float) -> Tensor:
+    """log_decay = lower_bound * sigmoid(exp(A_log) * (logits + dt_bias)), never below the bound."""
+    shifted = computed(logits) + dt_bias
+    rate = computed(A_log).exp()
+    rate = rate.unsqueeze(-1) if shifted.ndim == 4 else rate
+    return lower_bound * torch.sigmoid(rate * shifted)
+
+
 def checked(
     inputs: Inputs,
     scale: float | None,
@@ -53,39 +132,29 @@ def checked(
     inputs = check_arguments(inputs._replace(beta=own, log_decay=own_decay), scale)
     A_log = dt_bias = beta_max = lower_bound = None
     if isinstance(beta, BetaLogits):
-        beta_max = check_beta_logits(beta, inputs)
-        inputs = inputs._replace(beta=beta.logits)
+        logits, largest = beta
+        check_part("beta.logits", logits, inputs.q, {"[B, T*n, HV]": inputs.v.shape[:3]})
+        check_erase(logits, inputs.a, inputs.b, inputs.n_steps, inputs.normalize_qk)
+        if isinstance(largest, bool) or not isinstance(largest, int | float | torch.SymFloat):
+            raise ValueError(f"beta.beta_max must be a number, got {type(largest).__name__}")
+        beta_max, inputs = float(largest), inputs._replace(beta=logits)
     if isinstance(log_decay, DecayLogits):
-        check_decay_logits(log_decay, inputs)
         logits, A_log, dt_bias, lower_bound = log_decay
+        batch, tokens, heads, _ = inputs.output_shape
+        channels = inputs.q.shape[3]
+        head, channel = (batch, tokens, heads), (batch, tokens, heads, channels)
+        shapes = {"[B, T, HV]": head, "[B, T, HV, K]": channel}
+        check_part("log_decay.logits", logits, inputs.q, shapes)
+        check_part("log_decay.A_log", A_log, inputs.q, {"[HV]": (heads,)})
+        # The bias has a channel where the logits have one.
+        bias = {"[HV]": (heads,)} if logits.ndim == 3 else {"[HV, K]": (heads, channels)}
+        check_part("log_decay.dt_bias", dt_bias, inputs.q, bias)
+        if lower_bound is not None and (isinstance(lower_bound, bool) or not lower_bound < 0):
+            raise ValueError(
+                f"log_decay.lower_bound must be a number < 0 or None, got {lower_bound!r}"
+            )
         inputs = inputs._replace(log_decay=logits)
     return inputs, GateMaps(A_log, dt_bias, beta_max, lower_bound)
-
-
-def check_beta_logits(beta: BetaLogits, inputs: Inputs) -> float:
-    """Shape, dtype and device of the logits, and a number that they are multiplied with."""
-    rows = inputs.v.shape[:3]
-    check_part("beta.logits", beta.logits, inputs.q, {"[B, T*n, HV]": rows})
-    check_erase(beta.logits, inputs.a, inputs.b, inputs.n_steps, inputs.normalize_qk)
-    largest = beta.beta_max
-    if isinstance(largest, bool) or not isinstance(largest, int | float | torch.SymFloat):
-        raise ValueError(f"beta.beta_max must be a number, got {type(largest).__name__}")
-    return float(largest)
-
-
-def check_decay_logits(decay: DecayLogits, inputs: Inputs) -> None:
-    """Shapes, dtypes and devices; the bias has a channel where the logits have one."""
-    batch, tokens, heads, _ = inputs.output_shape
-    channels = inputs.q.shape[3]
-    head, channel = (batch, tokens, heads), (batch, tokens, heads, channels)
-    shapes = {"[B, T, HV]": head, "[B, T, HV, K]": channel}
-    check_part("log_decay.logits", decay.logits, inputs.q, shapes)
-    check_part("log_decay.A_log", decay.A_log, inputs.q, {"[HV]": (heads,)})
-    bias = {"[HV]": (heads,)} if decay.logits.ndim == 3 else {"[HV, K]": (heads, channels)}
-    check_part("log_decay.dt_bias", decay.dt_bias, inputs.q, bias)
-    bound = decay.lower_bound
-    if bound is not None and (isinstance(bound, bool) or not bound < 0):
-        raise ValueError(f"log_decay.lower_bound must be a number < 0 or None, got {bound!r}")
 
 
 def check_part(name: str, x: Tensor, q: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -12,12 +12,18 @@ import torch
 
 from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.refused import refusal
 from deltarule.ops.delta_rule.torch import passes as torch_passes
-from deltarule.ops.dispatch import Implementation, Table, always, why_no_triton, without_autocast
+from deltarule.ops.dispatch import (
+    Implementation,
+    Table,
+    always,
+    constant_when_compiled,
+    why_no_triton,
+    without_autocast,
+)
 from deltarule.ops.folding import MORE_ROWS
 from deltarule.ops.operators import Backend, Recurrence
-from deltarule.ops.runtime.machine import anything_failed
+from deltarule.ops.runtime.machine import anything_failed, failures, findings_file
 from deltarule.shapes import RecurrentOutput
 
 
@@ -64,7 +70,29 @@ def why_not_triton(call: Request) -> str | None:
             f"the Triton kernels take K up to {MAX_KEY_CHANNELS} and V up to "
             f"{MAX_VALUE_CHANNELS}, got K = {q.shape[3]} and V = {v.shape[3]}"
         )
-    return refusal(call.inputs) if anything_failed() else None
+    return refusal_of(configuration_name(call.inputs)) if anything_failed() else None
+
+
+@constant_when_compiled
+def refusal_of(name: str) -> str | None:
+    """The reason against one configuration, from the file of this machine."""
+    if (error := failures().get(name)) is None:
+        return None
+    return (
+        f"`deltarule doctor` found the kernels of ({name}) wrong on this GPU: {error}; it is kept "
+        f'in {findings_file()}: use impl="torch", or another version of Triton'
+    )
+
+
+def configuration_name(inputs: Inputs) -> str:
+    """A name for all calls that run the same compiled kernels, up to packing and unit norm."""
+    from deltarule.ops.delta_rule.triton.tile_sizes import power_of_two
+
+    dtype = str(inputs.q.dtype).removeprefix("torch.")
+    return (
+        f"erase {inputs.erase}, decay {inputs.decay}, n_steps {inputs.n_steps}, {dtype}, "
+        f"K to {power_of_two(inputs.q.shape[-1])}, V to {power_of_two(inputs.v.shape[-1])}"
+    )
 
 
 def why_not_gluon(call: Request) -> str | None:

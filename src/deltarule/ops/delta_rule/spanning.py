@@ -165,7 +165,12 @@ class _Finish(torch.autograd.Function):
 def beyond(
     operator: Operator, given: dict[str, Any], context: Context | None, return_transition: bool
 ) -> RecurrentOutput:
-    """Run an operator with a context, or with its transition returned, but not with both."""
+    """Run `delta_rule` or `dplr` with a context, or with its transition returned: not with both.
+
+    `given` has all arguments. With a context they are those of the tokens here, after those of the
+    processes before this one, and the initial state is that of sequences that begin here; the
+    state returned is that after the last token here of each sequence.
+    """
     if context is None:
         return with_transition(operator, given)
     if return_transition:
@@ -173,15 +178,6 @@ def beyond(
             "return_transition must be False with a context, got True: call the operator on the "
             "tokens here without the context for what they multiply a state by"
         )
-    return over_context(operator, context, given)
-
-
-def over_context(operator: Operator, context: Context, given: dict[str, Any]) -> RecurrentOutput:
-    """Run `delta_rule` or `dplr` on the tokens here, after those of the processes before this one.
-
-    `given` has all arguments, of the tokens here, and the initial state of sequences that begin
-    here; the state returned is that after the last token here of each sequence.
-    """
     check_context(context, given["q"].shape[1], "q", given.get("cu_seqlens"))
     given = given | {"cu_seqlens": context.cu_seqlens(given["q"].device)}
     named = {name: given[name] for name in Inputs._fields if name in given}

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.checks import check_dense, readable, shape
-from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, checked
-from deltarule.ops.delta_rule.gate_maps import NO_MAPS, Step
+from deltarule.ops.delta_rule.gate_logits import NO_MAPS, BetaLogits, DecayLogits, Step, checked
 from deltarule.ops.delta_rule.implementations import Request, run_reference
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
@@ -119,24 +118,18 @@ def check_step(step: Step) -> None:
             f"{inputs.q.dtype}, got {state.dtype} on {state.device}"
         )
     check_slots(state, step.slots, step.null_index, batch=inputs.q.shape[0])
-    check_states(step)
+    if (states := step.states) is not None:
+        check_dense("states", states, " or None")
+        room = [*inputs.output_shape, inputs.q.shape[3]]
+        if list(states.shape) != room:
+            raise ValueError(f"states must be [B, T, HV, V, K] = {room}, got {shape(states)}")
+        like = states.dtype == state.dtype and states.device == state.device
+        if not like or not states.is_contiguous():
+            raise ValueError(
+                f"states must be contiguous, {state.dtype} and on {state.device} like state, got "
+                f"{states.dtype} on {states.device}"
+            )
     check_no_gradient("recurrent_step", step.tensors)
-
-
-def check_states(step: Step) -> None:
-    """Room for the state after each token, if it is asked for."""
-    states, state, (batch, tokens, *sizes) = step.states, step.state, step.inputs.output_shape
-    if states is None:
-        return
-    expected = [batch, tokens, *sizes, step.inputs.q.shape[3]]
-    check_dense("states", states, " or None")
-    if list(states.shape) != expected:
-        raise ValueError(f"states must be [B, T, HV, V, K] = {expected}, got {shape(states)}")
-    if states.dtype != state.dtype or states.device != state.device or not states.is_contiguous():
-        raise ValueError(
-            f"states must be contiguous, {state.dtype} and on {state.device} like state, got "
-            f"{states.dtype} on {states.device}"
-        )
 
 
 def check_slots(state: Tensor, state_indices: Tensor | None, null_index: int, batch: int) -> None:
@@ -156,12 +149,10 @@ def check_slots(state: Tensor, state_indices: Tensor | None, null_index: int, ba
         raise ValueError(f"state_indices must be [B] = [{batch}], got {shape(state_indices)}")
     if state_indices.device != state.device:
         raise ValueError(f"state_indices is on {state_indices.device}, state on {state.device}")
-    if readable(state_indices):
-        check_slot_values(state_indices.tolist(), null_index, state.shape[0])
-
-
-def check_slot_values(slots: list[int], null_index: int, count: int) -> None:
-    """Each slot in the pool, and in one row at most; a wrong one would change another's state."""
+    if not readable(state_indices):
+        return
+    # A wrong one would change another's state.
+    slots, count = state_indices.tolist(), state.shape[0]
     written = [slot for slot in slots if slot != null_index]
     for slot in written:
         if not 0 <= slot < count:
@@ -188,27 +179,21 @@ def reference_step(step: Step) -> Tensor:
     return o.new_zeros(inputs.output_shape).index_copy(0, rows, o)
 
 
-def token_of(inputs: Inputs, t: int) -> Inputs:
-    """One token of every row."""
-
-    def part(x: Any, rows: int = 1) -> Any:
-        return None if x is None else x[:, t * rows : (t + 1) * rows]
-
-    q, k, v, beta, a, b, log_decay, *rest = inputs
-    n, more = inputs.n_steps, (part(a), part(b), part(log_decay))
-    given: list[Any] = [part(q), part(k, n), part(v, n), part(beta, n), *more, *rest]
-    return Inputs(*given)
-
-
 def one_by_one(step: Step, states: Tensor) -> Tensor:
     """The definition with the state after each token kept."""
     inputs, rows = step.maps.applied(step.inputs), torch.arange(step.inputs.q.shape[0])
     slots = rows if step.slots is None else step.slots.long().cpu()
     rows = rows if step.slots is None else rows[slots != step.null_index]
-    outputs = []
+    n, outputs = inputs.n_steps, []
+    # Rows of a token in q, k, v, beta, a, b and log_decay.
+    each = (1, n, n, n, 1, 1, 1)
     for t in range(inputs.q.shape[1]):
-        alone = step._replace(inputs=token_of(inputs, t), maps=NO_MAPS, states=None)
-        outputs.append(reference_step(alone))
+        parts: list[Any] = [
+            None if x is None else x[:, t * count : (t + 1) * count]
+            for x, count in zip(inputs[:7], each, strict=True)
+        ]
+        token = Inputs(*parts, *inputs[7:])
+        outputs.append(reference_step(step._replace(inputs=token, maps=NO_MAPS, states=None)))
         states[rows, t] = step.state[slots[rows]]
     return torch.cat(outputs, dim=1)
 
@@ -220,12 +205,11 @@ def triton_step(step: Step) -> Tensor:
     return recurrent_step(step)
 
 
-def fake(step: Step) -> Tensor:
-    return step.inputs.v.new_empty(step.inputs.output_shape)
-
-
 BACKENDS = {"triton": triton_step, "torch": torch_step}
-step_operator = InPlace("recurrent_step", Step, BACKENDS, ("state", "states"), fake)
+step_operator = InPlace(
+    "recurrent_step", Step, BACKENDS, ("state", "states"),
+    fake=lambda step: step.inputs.v.new_empty(step.inputs.output_shape),
+)  # fmt: skip
 
 
 def why_not_triton(step: Step) -> str | None:

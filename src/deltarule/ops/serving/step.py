@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.checks import readable, shape
-from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, checked
-from deltarule.ops.delta_rule.gate_maps import NO_MAPS, Step
+from deltarule.ops.delta_rule.gate_logits import NO_MAPS, BetaLogits, DecayLogits, Step, checked
 from deltarule.ops.delta_rule.implementations import Request, run_reference
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.step import STATE_DTYPES, triton_step, why_not_triton

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltarule.ops.delta_rule.gate_maps import Step
+from deltarule.ops.delta_rule.gate_logits import Step
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.passes import unit_norm
 from deltarule.ops.dispatch import without_autocast

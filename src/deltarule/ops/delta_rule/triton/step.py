@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltarule.ops.delta_rule.gate_maps import Step
+from deltarule.ops.delta_rule.gate_logits import Step
 from deltarule.ops.delta_rule.triton.tiles import EPSILON
 from deltarule.ops.fused.gates_triton import softplus
 from deltarule.ops.runtime.chained import begin, chained, read_early, wait_for_last
