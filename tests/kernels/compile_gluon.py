@@ -12,17 +12,12 @@ from typing import NamedTuple
 import torch
 from ahead import compiled, recording
 
-from deltarule.ops.delta_rule.gluon import (
-    backward_stage,
-    channel_gradient_stage,
-    gradient_stage,
-    stage,
-)
+from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import tile_sizes
-from deltarule.ops.delta_rule.triton.gradients import own_shapes, scan_back_has_values
+from deltarule.ops.delta_rule.triton.gradients import own_shapes
 from deltarule.ops.delta_rule.triton.passes import kept_shapes, new_gradients
-from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, new_plan
+from deltarule.ops.delta_rule.triton.plan import Call, new_plan
 
 TARGETS = (90, 100)
 RULES = {
@@ -111,9 +106,8 @@ def gradients(inputs: Inputs) -> None:
     }
     new_gradients(call)
     call.values["d_o"] = call["d_v"]
-    d_v = None if scan_back_has_values(call) else call["d_v"]
     assert gradient_stage.can(call.inputs)
-    gradient_stage.launch(call, own, d_v, WHOLE)
+    gradient_stage.add_gradients(call, own)
 
 
 def channels(inputs: Inputs) -> None:
@@ -121,8 +115,8 @@ def channels(inputs: Inputs) -> None:
     call = kept(inputs)
     new_gradients(call)
     call.values |= {"d_o": call["d_v"], "d_states": call["states"], "d_errors": call["errors"]}
-    assert channel_gradient_stage.can(call.inputs)
-    channel_gradient_stage.launch(call)
+    assert gradient_stage.can_by_channel(call.inputs)
+    gradient_stage.channel_gradients(call)
 
 
 def backward(inputs: Inputs) -> None:
@@ -130,7 +124,7 @@ def backward(inputs: Inputs) -> None:
     call = kept(inputs)
     new_gradients(call)
     call.values["d_o"] = call["d_v"]
-    backward_stage.backward(call, None)
+    gradient_stage.backward(call, None)
 
 
 def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
@@ -139,7 +133,7 @@ def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
         return [forward, channels]
     if form.heads != "alone":
         return [save, gradients] if form.heads == "parts" else [gradients]
-    whole = [backward] if form.size > backward_stage.SIZE // 2 else []
+    whole = [backward] if form.size > gradient_stage.WHOLE_SIZE // 2 else []
     return [forward, twice, save, gradients, *whole]
 
 

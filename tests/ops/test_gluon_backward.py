@@ -12,7 +12,7 @@ promised("triton")
 
 from deltarule.doctor import chunked
 from deltarule.ops.delta_rule import definition
-from deltarule.ops.delta_rule.gluon import backward_stage, gradient_stage
+from deltarule.ops.delta_rule.gluon import gradient_stage
 from deltarule.ops.delta_rule.triton import passes, plan
 from deltarule.ops.delta_rule.triton.passes import new_gradients
 from deltarule.ops.delta_rule.triton.plan import Call, new_plan
@@ -69,8 +69,8 @@ def run(case: Case, given: tuple[Tensor, Tensor], scores: bool = True) -> dict[s
     d_end = given[1]
     if size := call.plan.per_segment:
         d_end = ends_of_segments(own["d_states"], len(d_end), size)
-    assert backward_stage.can(call.inputs, cut=call.plan.per_segment > 0)
-    backward_stage.backward(call, d_end.detach().float().contiguous())
+    assert gradient_stage.can_whole(call.inputs, cut=call.plan.per_segment > 0)
+    gradient_stage.backward(call, d_end.detach().float().contiguous())
     return found
 
 
@@ -161,7 +161,7 @@ def test_a_whole_backward_takes_what_the_forward_saved(decay, erase, segment, mo
     inputs, (d_o, d_final) = parts.inputs_of(case), weights(case)
     given = d_o.half(), d_final.float(), inputs, passes.forward(inputs, True)[2]
     expected, taken = passes.backward(*given), []
-    monkeypatch.setattr(backward_stage, "takes", lambda call: taken.append(call) or True)
+    monkeypatch.setattr(gradient_stage, "takes_whole", lambda call: taken.append(call) or True)
     for x, y in zip(passes.backward(*given), expected, strict=True):
         assert (x is None) == (y is None)
         assert x is None or relative_rms(x, y.double()) < 2e-3
@@ -188,6 +188,6 @@ def test_it_is_taken_where_its_programs_fill_the_gpu(
     decay, erase, batch, options, takes, monkeypatch
 ) -> None:
     monkeypatch.setattr(gradient_stage, "runs", lambda call: True)
-    monkeypatch.setattr(backward_stage, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gradient_stage, "multiprocessors", lambda device: 132)
     sizes = {"heads": 16, "value_heads": 16, "batch": batch, "tokens": 64}
-    assert backward_stage.takes(call_of(case_of(decay, erase, **(sizes | options)))) == takes
+    assert gradient_stage.takes_whole(call_of(case_of(decay, erase, **(sizes | options)))) == takes

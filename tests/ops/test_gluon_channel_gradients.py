@@ -13,7 +13,7 @@ promised("triton")
 
 from deltarule.doctor import chunked
 from deltarule.ops.delta_rule import definition
-from deltarule.ops.delta_rule.gluon import channel_gradient_stage, channel_gradients
+from deltarule.ops.delta_rule.gluon import channel_gradients, gradient_stage
 from deltarule.ops.delta_rule.triton import channel_stages, passes
 from deltarule.ops.delta_rule.triton.passes import new_gradients
 from deltarule.ops.delta_rule.triton.plan import Call, new_plan
@@ -31,7 +31,7 @@ LOW = ("states", "errors", "d_states", "d_errors")
 def interpreted(monkeypatch) -> None:
     """Launches go through the interpreter, on a GPU of a few multiprocessors."""
     interpret_launches(monkeypatch, lambda: SEED)
-    monkeypatch.setattr(channel_gradient_stage, "multiprocessors", lambda device: PROGRAMS)
+    monkeypatch.setattr(gradient_stage, "multiprocessors", lambda device: PROGRAMS)
 
 
 def case_of(erase: str, **options: Any) -> Case:
@@ -51,8 +51,8 @@ def run(case: Case, given: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
     names = [name for name in ("q", "k", "beta", "log_decay") if call["d_" + name] is not None]
     for name in names:
         call["d_" + name].fill_(torch.nan)
-    assert channel_gradient_stage.can(call.inputs)
-    channel_gradient_stage.launch(call)
+    assert gradient_stage.can_by_channel(call.inputs)
+    gradient_stage.channel_gradients(call)
     return {name: call["d_" + name] for name in names}
 
 
@@ -133,7 +133,8 @@ def test_a_whole_backward_takes_them_and_writes_flagged_chunks_again(
     monkeypatch.setattr(channel_stages, "RANGE", 8.0)
     monkeypatch.setattr(channel_gradients, "SHIFT", gl.constexpr(0.0))
     monkeypatch.setattr(channel_gradients, "UNSHIFT", gl.constexpr(1.0))
-    monkeypatch.setattr(channel_stages, "fused_gradients", lambda call: channel_gradient_stage)
+    taken = lambda call: gradient_stage.channel_gradients  # noqa: E731
+    monkeypatch.setattr(channel_stages, "fastest_gradients", taken)
     found = passes.backward(*given, passes.forward(inputs, True)[2])
     for x, y in zip(found, expected, strict=True):
         assert (x is None) == (y is None)

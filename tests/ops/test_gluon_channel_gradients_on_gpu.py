@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from deltarule.ops.delta_rule.gluon import channel_gradient_stage
+from deltarule.ops.delta_rule.gluon import gradient_stage
 from deltarule.ops.dispatch import forget_calls
 from ops.test_gluon_gradients_on_gpu import check, hopper
 from truth import (
@@ -27,7 +27,7 @@ __all__ = ["hopper"]
 @pytest.fixture(autouse=True)
 def always(monkeypatch) -> Iterator[None]:
     """Small calls take them, too."""
-    monkeypatch.setattr(channel_gradient_stage, "LEAST_PAIRS", 0)
+    monkeypatch.setattr(gradient_stage, "LEAST_PAIRS", 0)
     forget_calls()
     yield
     forget_calls()

@@ -19,7 +19,7 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes, plan
 from deltarule.ops.delta_rule.triton import windows as triton_windows
 from deltarule.ops.delta_rule.triton.passes import kept_shapes
-from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Window, new_plan
+from deltarule.ops.delta_rule.triton.plan import Call, Window, new_plan
 from gluon_interpreter import interpret_launches
 from kernels.interpreted import interpreted as interpreted_by_triton
 from oracle import Case, make_case, run_module, weights
@@ -242,14 +242,13 @@ def run(
     call.values["d_log_decay"] = None
     if x["log_decay"] is not None:
         call.values["d_log_decay"] = torch.full(x["log_decay"].shape, torch.nan)
-    d_v = call["d_v"] if values else None
     lend(case, own, call)
     if per_window is None:
-        gradient_stage.launch(call, own, d_v, WHOLE)
+        gradient_stage.add_gradients(call, own)
     else:
         for window in windows(case, per_window):
             call.values |= {"states": None, "errors": None}
-            gradient_stage.launch(call, of_window(case, own, window), d_v, window)
+            gradient_stage.add_gradients(call, of_window(case, own, window), window)
     found = {name: call["d_" + name] for name in ("q", "k", "v", "beta", "log_decay")}
     if not values:
         del found["v"]

@@ -7,7 +7,7 @@ import torch
 
 from deltarule.doctor import chunked
 from deltarule.ops.delta_rule import definition
-from deltarule.ops.delta_rule.gluon import backward_stage, gradient_stage, stage
+from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.dispatch import forget_calls
 from oracle import Case, run_module
 from tolerance import assert_close_to_yardstick
@@ -41,10 +41,10 @@ def hopper() -> None:
 def always(request, monkeypatch) -> Iterator[None]:
     """Small calls take them, too: the gradients alone, or with the scan back in one kernel."""
     whole = request.param == "backward"
-    monkeypatch.setattr(backward_stage, "FILLED", dict.fromkeys(backward_stage.FILLED, 0.0))
-    monkeypatch.setattr(backward_stage, "FILLED_WITH_NORMS", 0.0)
-    monkeypatch.setattr(backward_stage, "MOST_WAVES", 0)
-    monkeypatch.setattr(backward_stage, "CHOSEN", whole)
+    least = 0.0 if whole else float("inf")
+    monkeypatch.setattr(gradient_stage, "FILLED", dict.fromkeys(gradient_stage.FILLED, least))
+    monkeypatch.setattr(gradient_stage, "FILLED_WITH_NORMS", least)
+    monkeypatch.setattr(gradient_stage, "MOST_WAVES", 0)
     monkeypatch.setitem(SIZES, "heads", 16 if whole else 8)
     monkeypatch.setattr(stage, "fills", lambda inputs, processors: True)
     monkeypatch.setattr(gradient_stage, "LEAST_PAIRS", 0)

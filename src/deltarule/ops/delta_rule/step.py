@@ -192,7 +192,7 @@ def one_by_one(step: Step, states: Tensor) -> Tensor:
             None if x is None else x[:, t * count : (t + 1) * count]
             for x, count in zip(inputs[:7], each, strict=True)
         ]
-        token = Inputs(*parts, *inputs[7:])
+        token = Inputs._make((*parts, *inputs[7:]))
         outputs.append(reference_step(step._replace(inputs=token, maps=NO_MAPS, states=None)))
         states[rows, t] = step.state[slots[rows]]
     return torch.cat(outputs, dim=1)

@@ -14,6 +14,9 @@ The compute role has 8 warps. For D they share its V rows, everything transposed
 in registers, as in state.py; for the gradients they share columns, as in gradients.py.
 """
 
+from typing import Any, NamedTuple
+
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,47 +27,149 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deltarule.ops.delta_rule.gluon.backward_memory import (
-    all_rows,
-    chunk_of,
-    new_barriers,
-    new_tiles,
-    of_chunk,
-    stretch_of,
-)
+from deltarule.ops.delta_rule.gluon import which
 from deltarule.ops.delta_rule.gluon.gradient_memory import (
-    BARE_WRITES,
-    BETAS,
-    ERASES,
-    FACTORS,
-    KEY_NORM,
-    OF_HELD,
-    OF_KEYS,
-    OF_QUERIES,
-    OF_WRITES,
-    QUERY_NORM,
-    READS,
-    WRITES,
     Form,
+    Pair,
+    Tiles,
     halves,
+    load,
+    load_state,
+    store,
 )
-from deltarule.ops.delta_rule.gluon.gradient_movers import load, load_state, store
 from deltarule.ops.delta_rule.gluon.gradients import (
     diagonal_halves,
     leave_decay_gradients,
     leave_factors,
     leave_keys,
     leave_pairs,
+    leave_values,
     row_factor,
     store_beta_gradient,
     sums_of_halves,
 )
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, barrier, there_of_state
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
+from deltarule.ops.delta_rule.gluon.memory import (
+    CHUNK,
+    barrier,
+    new_barrier,
+    packed_bounds,
+    square,
+    there_of_state,
+)
+
+
+class Barriers(NamedTuple):
+    """What is there, and what may be overwritten."""
+
+    # Of two slots: q, k, P, N and the factors of rows.
+    full: Any
+    empty: Any
+    # dO, E and S have a place each.
+    full_o: Any
+    empty_o: Any
+    full_e: Any
+    empty_e: Any
+    full_s: Any
+    empty_s: Any
+    # dv is in the place of X, and out of it; dq and dk are where q and k were.
+    has_values: Any
+    took_values: Any
+    has_keys: Any
+    has_sums: Any
+    took_sums: Any
+
+
+class Stretch(NamedTuple):
+    """The chunks of a program: first token, tokens, how many chunks, number of the first; its head.
+
+    `opens`: its sequence begins with it.
+    """
+
+    token: Any
+    tokens: Any
+    chunks: Any
+    number: Any
+    head: Any
+    heads: Any
+    opens: Any
+
+
+@triton.constexpr_function
+def all_rows(columns: int) -> Any:
+    """The sums of a product of 128 rows by 8 warps."""
+    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16])
+
+
+@gluon.jit
+def chunk_of(n, work, ENDS: gl.constexpr):
+    # From the last.
+    i = work.chunks - 1 - n
+    left = CHUNK
+    if ENDS != "whole":
+        left = gl.minimum(work.tokens - i * CHUNK, CHUNK)
+    slot = (work.number + i) * work.heads + work.head
+    return Pair(work.token + i * CHUNK, work.head, work.head, slot, slot, left)
+
+
+@gluon.jit
+def of_chunk(tiles, n):
+    """The tiles of the n-th chunk; of those without slots the only one, as in channel_memory.py."""
+    slot, only = n % 2, n >> 30
+    return Tiles(
+        tiles.d_o.index(only), tiles.errors.index(only), tiles.d_errors.index(only), tiles.factors,
+        tiles.states.index(only), tiles.d_states.index(only), tiles.q.index(slot),
+        tiles.k.index(slot), tiles.read_pairs.index(slot), tiles.erase_pairs.index(slot),
+        tiles.sums,
+    )  # fmt: skip
+
+
+@gluon.jit
+def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+    """Shared memory for all tiles: q, k, P with GP, N with GM and the factors have two slots."""
+    SQUARE: gl.constexpr = square()
+    d_o = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
+    errors = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
+    d_errors = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
+    factors = gl.allocate_shared_memory(gl.float32, [2 * which.FACTORS, CHUNK], PLAIN_1D)
+    states = gl.allocate_shared_memory(dtype, [1, V, K], SQUARE)
+    d_states = gl.allocate_shared_memory(dtype, [1, V, K], SQUARE)
+    q = gl.allocate_shared_memory(dtype, [2, CHUNK, K], SQUARE)
+    k = gl.allocate_shared_memory(dtype, [2, CHUNK, K], SQUARE)
+    read_pairs = gl.allocate_shared_memory(dtype, [2, CHUNK, CHUNK], SQUARE)
+    erase_pairs, sums = read_pairs, factors
+    if FORM.TIED:
+        erase_pairs = gl.allocate_shared_memory(dtype, [2, CHUNK, CHUNK], SQUARE)
+    if FORM.DECAY:
+        sums = gl.allocate_shared_memory(gl.float32, [4, CHUNK, 2], PLAIN)
+    return Tiles(
+        d_o, errors, d_errors, factors, states, d_states, q, k, read_pairs, erase_pairs, sums
+    )  # fmt: skip
+
+
+@gluon.jit
+def stretch_of(cu_seqlens, T, heads, per_segment, FORM: gl.constexpr):
+    """Where this program is, and its sequence: heads follow each other."""
+    program = gl.program_id(0)
+    head, sequence = program % heads, program // heads
+    token, tokens, opens = sequence * T, T, sequence >= 0
+    number = sequence * ((T + CHUNK - 1) // CHUNK)
+    if FORM.CUT:
+        size = per_segment * CHUNK
+        segments = (T + size - 1) // size
+        place, sequence = sequence % segments, sequence // segments
+        token, opens = sequence * T + place * size, place == 0
+        number = sequence * ((T + CHUNK - 1) // CHUNK) + place * per_segment
+        tokens = gl.minimum(T - place * size, size)
+    elif FORM.ENDS == "packed":
+        start, tokens = packed_bounds(cu_seqlens, sequence, T)
+        token, number = start.to(gl.int32), (start // CHUNK).to(gl.int32) + sequence
+    chunks = (tokens + CHUNK - 1) // CHUNK
+    return Stretch(token, tokens, chunks, number, head, heads, opens), sequence
 
 
 @gluon.jit
 def factor_role(shared, scalings, norms, scale, FORM: gl.constexpr):
-    """One warp: the factors of the rows of every chunk."""
     _, _, work = shared
     for n in range(work.chunks):
         at = chunk_of(n, work, FORM.ENDS)
@@ -73,7 +178,6 @@ def factor_role(shared, scalings, norms, scale, FORM: gl.constexpr):
 
 @gluon.jit
 def decay_role(shared, of, FORM: gl.constexpr):
-    """One warp: dlog_decay."""
     _, _, work = shared
     if FORM.DECAY:
         for n in range(work.chunks):
@@ -118,7 +222,6 @@ def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def store_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
-    """One warp: the gradients out of the places where they are."""
     tiles, barriers, work = shared
     d_q, d_k, d_v = of
     for n in range(work.chunks):
@@ -136,7 +239,6 @@ def store_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr)
 
 @gluon.jit
 def compute_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
-    """8 warps: everything but what moves tiles."""
     tiles, barriers, work = shared
     d_final, d_initial, chunk_decay, d_beta = of
     STATE: gl.constexpr = all_rows(K)
@@ -170,7 +272,7 @@ def scan_back(shared, chunk_decay, at, n, d, K: gl.constexpr, V: gl.constexpr, F
     OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     dtype: gl.constexpr = tiles.q.dtype
-    row, keys = n % 2 * FACTORS, tiles.k.permute((1, 0))
+    row, keys = n % 2 * which.FACTORS, tiles.k.permute((1, 0))
     if FORM.DECAY:
         end = gl.load(chunk_decay + at.slot)
     low = d.to(dtype)
@@ -184,13 +286,13 @@ def scan_back(shared, chunk_decay, at, n, d, K: gl.constexpr, V: gl.constexpr, F
         p = warpgroup_mma(tiles.q, keys, p, use_acc=False, is_async=True)
     mbarrier.wait(barriers.full_o.index(0), n & 1)
     d_o = tiles.d_o.permute((1, 0)).load(TOKENS)
-    reads = tiles.factors.index(row + READS).load(TOKEN)[None, :]
+    reads = tiles.factors.index(row + which.READS).load(TOKEN)[None, :]
     read = (d_o.to(gl.float32) * reads).to(dtype)
     if FORM.SCORES:
         y = warpgroup_mma_wait(0, deps=(y,))
         right = d_o
         if FORM.DECAY or FORM.UNIT:
-            y *= tiles.factors.index(row + BARE_WRITES).load(TOKEN)[None, :]
+            y *= tiles.factors.index(row + which.BARE_WRITES).load(TOKEN)[None, :]
     else:
         y, p = warpgroup_mma_wait(0, deps=(y, p))
         leave_scores(tiles, p)
@@ -198,9 +300,9 @@ def scan_back(shared, chunk_decay, at, n, d, K: gl.constexpr, V: gl.constexpr, F
     y = warpgroup_mma(gl.convert_layout(right, OF_TOKENS), tiles.read_pairs, y, is_async=True)
     y = warpgroup_mma_wait(0, deps=(y,))
     if FORM.UNIT and not FORM.SCORES:
-        y *= tiles.factors.index(row + BARE_WRITES).load(TOKEN)[None, :]
+        y *= tiles.factors.index(row + which.BARE_WRITES).load(TOKEN)[None, :]
     if FORM.TIED:
-        beta = tiles.factors.index(row + BETAS).load(TOKEN)[None, :]
+        beta = tiles.factors.index(row + which.BETAS).load(TOKEN)[None, :]
         left = gl.convert_layout((y * beta).to(dtype), OF_TOKENS)
         y = warpgroup_mma(left, tiles.erase_pairs, y, is_async=True)
         y = warpgroup_mma_wait(0, deps=(y,))
@@ -210,7 +312,7 @@ def scan_back(shared, chunk_decay, at, n, d, K: gl.constexpr, V: gl.constexpr, F
         d *= end
     d = warpgroup_mma(gl.convert_layout(read, OF_STATE), tiles.q, d, is_async=True)
     if FORM.TIED:
-        erases = tiles.factors.index(row + ERASES).load(TOKEN)[None, :]
+        erases = tiles.factors.index(row + which.ERASES).load(TOKEN)[None, :]
         left = gl.convert_layout((y * erases).to(dtype), OF_STATE)
         d = warpgroup_mma(left, tiles.k, d, is_async=True)
     fence_async_shared()
@@ -240,7 +342,7 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
     ACROSS: gl.constexpr = halves(K)
     pairs = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
     nothing = gl.zeros([CHUNK, K], gl.float32, ACROSS)
-    row, phase, errors = n % 2 * FACTORS, n & 1, tiles.errors.permute((1, 0))
+    row, phase, errors = n % 2 * which.FACTORS, n & 1, tiles.errors.permute((1, 0))
     mbarrier.wait(barriers.full_e.index(0), phase)
     gp = warpgroup_mma(tiles.d_o, errors, pairs, use_acc=False, is_async=True)
     gm = gp
@@ -250,9 +352,7 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
     read = warpgroup_mma(tiles.d_o, tiles.states, nothing, use_acc=False, is_async=True)
     erased = read
     if FORM.TIED:
-        erased = warpgroup_mma(
-            tiles.d_errors, tiles.states, nothing, use_acc=False, is_async=True
-        )  # fmt: skip
+        erased = warpgroup_mma(tiles.d_errors, tiles.states, nothing, use_acc=False, is_async=True)
         d, gp, gm = warpgroup_mma_wait(2, deps=(d, gp, gm))
         gm_diagonal = diagonal_halves(gm)
         store_beta_gradient(d_beta, tiles, row, at, work, gm_diagonal, FORM)
@@ -263,12 +363,12 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
     fence_async_shared()
     if FORM.TIED:
         read, erased = warpgroup_mma_wait(0, deps=(read, erased))
-        erased *= row_factor(tiles, row + ERASES, ACROSS)
+        erased *= row_factor(tiles, row + which.ERASES, ACROSS)
     else:
         read = warpgroup_mma_wait(0, deps=(read,))
     # Barriers of the role, too: GP and GM are there for all warps.
     mbarrier.arrive(barriers.empty_o.index(0))
-    read *= row_factor(tiles, row + READS, ACROSS)
+    read *= row_factor(tiles, row + which.READS, ACROSS)
     read = warpgroup_mma(tiles.read_pairs, tiles.k, read, is_async=True)
     if FORM.TIED:
         erased = warpgroup_mma(tiles.erase_pairs, tiles.k, erased, is_async=True)
@@ -280,7 +380,7 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
             left = tiles.d_states.slice(first, CHUNK)
             held = warpgroup_mma(left, right, held, is_async=True)
     if FORM.TIED:
-        leave_values(tiles, barriers, row, V)
+        leave_values(tiles, barriers, tiles.d_errors, row, 0, V)
     if FORM.TIED and FORM.DECAY:
         read, erased, written, held = warpgroup_mma_wait(0, deps=(read, erased, written, held))
     elif FORM.TIED:
@@ -291,7 +391,7 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
         read, written = warpgroup_mma_wait(0, deps=(read, written))
     mbarrier.arrive(barriers.empty_e.index(0))
     mbarrier.arrive(barriers.empty_s.index(0))
-    written *= row_factor(tiles, row + WRITES, ACROSS)
+    written *= row_factor(tiles, row + which.WRITES, ACROSS)
     d_k = written
     if FORM.TIED:
         d_k = written + erased
@@ -305,8 +405,8 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
     q_norm = gl.zeros([CHUNK, 1], gl.float32, ACROSS)
     k_norm = q_norm
     if FORM.UNIT:
-        q_norm = row_factor(tiles, row + QUERY_NORM, ACROSS)
-        k_norm = row_factor(tiles, row + KEY_NORM, ACROSS)
+        q_norm = row_factor(tiles, row + which.QUERY_NORM, ACROSS)
+        k_norm = row_factor(tiles, row + which.KEY_NORM, ACROSS)
     leave_keys(tiles, barriers, read, d_k, q_norm, k_norm, FORM.UNIT)
     return d
 
@@ -322,30 +422,19 @@ def inner_with_sums(tiles, barriers, of, phase, K: gl.constexpr, FORM: gl.conste
     if FORM.TIED:
         inner = warpgroup_mma(tiles.erase_pairs.permute((1, 0)), tiles.k, inner, is_async=True)
     mbarrier.wait(barriers.took_sums.index(0), phase ^ 1)
-    tiles.sums.index(OF_HELD).store(diagonal_halves(held))
+    tiles.sums.index(which.OF_HELD).store(diagonal_halves(held))
     q = tiles.q.load(ACROSS).to(gl.float32)
-    tiles.sums.index(OF_QUERIES).store(sums_of_halves(q * read, K))
+    tiles.sums.index(which.OF_QUERIES).store(sums_of_halves(q * read, K))
     k = tiles.k.load(ACROSS).to(gl.float32)
-    tiles.sums.index(OF_WRITES).store(sums_of_halves(k * written, K))
+    tiles.sums.index(which.OF_WRITES).store(sums_of_halves(k * written, K))
     inner = warpgroup_mma_wait(0, deps=(inner,))
     if FORM.TIED:
         later = erased - inner
     else:
         later = 0.0 - inner
-    tiles.sums.index(OF_KEYS).store(sums_of_halves(k * later, K))
+    tiles.sums.index(which.OF_KEYS).store(sums_of_halves(k * later, K))
     mbarrier.arrive(barriers.has_sums.index(0))
     return inner
-
-
-@gluon.jit
-def leave_values(tiles, barriers, row, V: gl.constexpr):
-    """dv = beta X to where X was."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // V, V // 8], [8, 1], [1, 0])
-    x = tiles.d_errors
-    d_v = x.load(LAYOUT).to(gl.float32) * row_factor(tiles, row + BETAS, LAYOUT)
-    x.store(d_v.to(x.dtype))
-    fence_async_shared()
-    mbarrier.arrive(barriers.has_values.index(0))
 
 
 GENERAL = ["heads", "per_segment", "T", "s_decay_b", "s_decay_t", "s_decay_h"]
@@ -363,18 +452,10 @@ def fused_backward_kernel(
 
     CUT: programs go through segments, from the gradients by the states at their ends.
     """
-    dtype: gl.constexpr = q.dtype
     FORM: gl.constexpr = Form(
-        TIED,
-        DECAY,
-        UNIT,
-        ENDS,
-        SCORES=scores is not None,
-        CUT=CUT,
-        FINAL=d_final is not None,
-        KEYS=KEYS,
-        WIDTH=WIDTH,
-    )
+        TIED, DECAY, UNIT, ENDS, SCORES=scores is not None, CUT=CUT, FINAL=d_final is not None,
+        KEYS=KEYS, WIDTH=WIDTH,
+    )  # fmt: skip
     # What is not there is another thing that nobody touches.
     if scores is None:
         scores = q
@@ -391,8 +472,13 @@ def fused_backward_kernel(
     if ENDS != "packed":
         cu_seqlens = T
     work, sequence = stretch_of(cu_seqlens, T, heads, per_segment, FORM)
-    tiles = new_tiles(dtype, K, V, FORM)
-    barriers = new_barriers()
+    tiles = new_tiles(q.dtype, K, V, FORM)
+    barriers = Barriers(
+        new_barrier(2, 2), new_barrier(2, 1), new_barrier(1, 1), new_barrier(1, 1),
+        new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
+        new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
+        new_barrier(1, 1),
+    )  # fmt: skip
     if not FORM.FINAL:
         d_final = d_initial
     else:

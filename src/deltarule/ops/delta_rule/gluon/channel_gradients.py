@@ -37,20 +37,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from deltarule.ops.delta_rule.gluon import which
 from deltarule.ops.delta_rule.gluon.channel_memory import SHIFT, UNSHIFT
 from deltarule.ops.delta_rule.gluon.gates import LOG2_E, add
 from deltarule.ops.delta_rule.gluon.gradient_memory import (
-    ERASES,
-    FACTORS,
-    READS,
-    WRITES,
     Form,
     Work,
     halves,
+    load,
     pair_of,
     pairs_there,
+    store,
 )
-from deltarule.ops.delta_rule.gluon.gradient_movers import load, store
 from deltarule.ops.delta_rule.gluon.gradients import (
     diagonal_halves,
     factor_role,
@@ -132,7 +130,7 @@ def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, TIED: gl.co
     near = gl.allocate_shared_memory(dtype, [2, CHUNK, K], SQUARE)
     decays = gl.allocate_shared_memory(gl.float32, [CHUNK, K], square(2, 32))
     ends = gl.allocate_shared_memory(gl.float32, [2, K], PLAIN_1D)
-    factors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], PLAIN_1D)
+    factors = gl.allocate_shared_memory(gl.float32, [2 * which.FACTORS, CHUNK], PLAIN_1D)
     held = gl.allocate_shared_memory(gl.float32, [K, 2], PLAIN)
     parts = gl.allocate_shared_memory(gl.float32, [PARTS, K], PLAIN)
     return Tiles(
@@ -320,7 +318,7 @@ def around(shared, d_beta, at, n, K: gl.constexpr, V: gl.constexpr, FORM: gl.con
     ACROSS: gl.constexpr = halves(K)
     nothing = gl.zeros([CHUNK, K], gl.float32, ACROSS)
     pairs = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
-    row, errors = n % 2 * FACTORS, tiles.errors.permute((1, 0))
+    row, errors = n % 2 * which.FACTORS, tiles.errors.permute((1, 0))
     mbarrier.wait(barriers.full_o.index(0), n & 1)
     gp = warpgroup_mma(tiles.d_o, errors, pairs, use_acc=False, is_async=True)
     gm = gp
@@ -347,15 +345,15 @@ def around(shared, d_beta, at, n, K: gl.constexpr, V: gl.constexpr, FORM: gl.con
         written, read, erased, lower, upper = warpgroup_mma_wait(
             0, deps=(written, read, erased, lower, upper)
         )
-        erased *= row_factor(tiles, row + ERASES, ACROSS) * UNSHIFT
+        erased *= row_factor(tiles, row + which.ERASES, ACROSS) * UNSHIFT
     else:
         written, read, lower, upper = warpgroup_mma_wait(0, deps=(written, read, lower, upper))
         erased = read
     mbarrier.arrive(barriers.empty_o.index(0))
     tiles.held.slice(0, CHUNK).store(diagonal_halves(lower))
     tiles.held.slice(CHUNK, CHUNK).store(diagonal_halves(upper))
-    written *= row_factor(tiles, row + WRITES, ACROSS)
-    read *= row_factor(tiles, row + READS, ACROSS) * UNSHIFT
+    written *= row_factor(tiles, row + which.WRITES, ACROSS)
+    read *= row_factor(tiles, row + which.READS, ACROSS) * UNSHIFT
     mbarrier.arrive(barriers.empty.index(n % 2))
     return read, erased, written
 

@@ -32,7 +32,7 @@ def leave_scores(
     p = warpgroup_mma(near, q, zero, use_acc=False, is_async=True)
     p = warpgroup_mma(of_chunk(tiles.near_low, i), q, p, is_async=True)
     p = warpgroup_mma_wait(0, deps=(p,))
-    # i >= j with what the compiler knows of i on one side alone, as in pairs.py; and a choice,
+    # i >= j with what the compiler knows of i on one side alone, as in score.py; and a choice,
     # because what is above the diagonal may be infinite.
     lane, known = o_j - (o_i & 6), (o_i & 57) + FIRST
     p = gl.where(known >= lane, p, 0.0) * scale

@@ -38,15 +38,9 @@ from deltarule.ops.delta_rule.gluon.memory import (
     KEY_SUM,
     QUERY_SUM,
     READ,
-    SCALING_BETA,
-    SCALING_ERASE,
-    SCALING_READ,
-    SCALING_REST,
-    SCALING_WHOLE,
-    SCALING_WRITE,
-    SCALINGS,
     WRITE,
 )
+from deltarule.ops.delta_rule.triton import tiles as triton_tiles
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 RESET = gl.constexpr(-127.0)
@@ -174,16 +168,16 @@ def gate_role(
         if SAVE:
             own = ((place.slot + i * place.value_heads) // FORM.PER_GATE).to(gl.int64)
             if DECAY or TIED or UNIT:
-                scaling = saved.scalings + own * (SCALINGS * CHUNK) + o_t
+                scaling = saved.scalings + own * (triton_tiles.SCALINGS * CHUNK) + o_t
             if DECAY or UNIT:
-                gl.store(scaling + SCALING_READ * CHUNK, read)
-                gl.store(scaling + SCALING_ERASE * CHUNK, erase)
-                gl.store(scaling + SCALING_WRITE * CHUNK, write)
+                gl.store(scaling + triton_tiles.READ * CHUNK, read)
+                gl.store(scaling + triton_tiles.ERASE_ROW * CHUNK, erase)
+                gl.store(scaling + triton_tiles.WRITE * CHUNK, write)
             if TIED:
-                gl.store(scaling + SCALING_BETA * CHUNK, b_beta)
+                gl.store(scaling + triton_tiles.BETA * CHUNK, b_beta)
             if DECAY:
-                gl.store(scaling + SCALING_WHOLE * CHUNK, b)
-                gl.store(scaling + SCALING_REST * CHUNK, zero)
+                gl.store(scaling + triton_tiles.WHOLE * CHUNK, b)
+                gl.store(scaling + triton_tiles.REST * CHUNK, zero)
                 gl.store(saved.chunk_decay + own + gl.arange(0, 1, LAYOUT), gl.exp2(b_end))
         mbarrier.arrive(barriers.full.index(slot))
         left -= CHUNK

@@ -1,29 +1,24 @@
-"""What the roles of the gradients share: tiles in shared memory, barriers, and their work."""
+"""What the roles of the gradients share: tiles in shared memory, barriers, their work, and copies.
+
+The copy engine moves all tiles. Of a chunk that is not whole it moves the rows up to the end of the
+sequence: the others are zeros in shared memory, and nobody's in global memory. Whether there may be
+such chunks is known when the kernel is compiled (ENDS); tensor_maps.py says how the engine knows.
+"""
 
 from typing import Any, NamedTuple
 
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from deltarule.ops.delta_rule.gluon import which
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds, square
+from deltarule.ops.delta_rule.gluon.movers import framed, place_of_rows, place_of_tile
+from deltarule.ops.runtime import tensor_maps
 
-# Rows of the factors in shared memory: of what is read, erased and written; of q and of k in pairs;
-# beta; the sums of decays; 1 / |q|^2 and 1 / |k|^2; of packed sequences, as int32, where their
-# dbeta lies, -1 after the end: looking it up takes as many loads as the search has steps; and
-# what is written, without beta.
-READS, ERASES, WRITES, QUERY, KEY = (
-    gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3), gl.constexpr(4),
-)  # fmt: skip
-BETAS, WHOLES, RESTS, QUERY_NORM, KEY_NORM, PLACES, BARE_WRITES, FACTORS = (
-    gl.constexpr(5), gl.constexpr(6), gl.constexpr(7), gl.constexpr(8), gl.constexpr(9),
-    gl.constexpr(10), gl.constexpr(11), gl.constexpr(12),
-)  # fmt: skip
-# Sums of rows for dlog_decay, as triton/gradients.py names them.
-OF_QUERIES, OF_KEYS, OF_WRITES, OF_HELD = (
-    gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3),
-)  # fmt: skip
+FAR = gl.constexpr(tensor_maps.FAR)
 
 
 class Tiles(NamedTuple):
@@ -213,7 +208,9 @@ def places_of_rows(tiles, row, at, work, there, LAYOUT: gl.constexpr, FORM: gl.c
     """Where the gates of 64 tokens lie, as a column; and `there`, of those that are there."""
     o_r = gl.arange(0, CHUNK, LAYOUT)[:, None]
     if FORM.ENDS == "packed":
-        place = tiles.factors.index(row + PLACES).load(LAYOUT).to(gl.int32, bitcast=True)[:, None]
+        place = (
+            tiles.factors.index(row + which.PLACES).load(LAYOUT).to(gl.int32, bitcast=True)[:, None]
+        )
         there = there & (place >= 0)
     else:
         place = place_of_gates(at, work, o_r, FORM)
@@ -228,7 +225,7 @@ def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, FORM: gl.co
     SQUARE: gl.constexpr = square()
     d_o = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
     errors = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
-    factors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], PLAIN_1D)
+    factors = gl.allocate_shared_memory(gl.float32, [2 * which.FACTORS, CHUNK], PLAIN_1D)
     states = gl.allocate_shared_memory(dtype, [V, K], SQUARE)
     d_states = gl.allocate_shared_memory(dtype, [V, K], SQUARE)
     q = gl.allocate_shared_memory(dtype, [CHUNK, K], SQUARE)
@@ -243,3 +240,112 @@ def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, FORM: gl.co
     return Tiles(
         d_o, errors, d_errors, factors, states, d_states, q, k, read_pairs, erase_pairs, sums
     )  # fmt: skip
+
+
+@gluon.jit
+def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+    """One warp: every tile to where it is used, in the order in which places become free."""
+    GROUP: gl.constexpr = FORM.GROUP
+    tiles, barriers, work = shared
+    q, k, d_o, errors, d_errors, states, upper, lower = of
+    done = 0
+    for number in range(work.count * GROUP):
+        at = pair_of(number, work, FORM)
+        if at.left > 0:
+            slot, phase = done % 2, (done // 2) & 1
+            kept = at.slot if FORM.KEPT else at.own
+            mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
+            full, row, column = barriers.full.index(slot), at.token, at.value_head * V
+            mbarrier.expect(full, CHUNK * V * (6 if FORM.TIED else 4))
+            load(d_o, row, column, at.left, full, tiles.d_o.index(slot), FORM.ENDS)
+            if FORM.TIED:
+                x = tiles.d_errors.index(slot)
+                if not FORM.X_IS_LENT:
+                    row, column = at.own * CHUNK, 0
+                load(d_errors, row, column, at.left, full, x, FORM.ENDS)
+                row, column = kept * CHUNK, 0
+            load(errors, row, column, at.left, full, tiles.errors.index(slot), FORM.ENDS)
+            full_d, full_s = barriers.full_d.index(0), barriers.full_s.index(0)
+            mbarrier.wait(barriers.empty_d.index(0), (done & 1) ^ 1)
+            mbarrier.expect(full_d, V * K * 2)
+            if FORM.D_IS_LENT:
+                # From where its first 64 rows, and the others, lie.
+                for top in gl.static_range(0, V, CHUNK):
+                    for left in gl.static_range(0, K, CHUNK):
+                        part = tiles.d_states.slice(top, CHUNK).slice(left, CHUNK, 1)
+                        place = [at.token, at.head * K + left]
+                        tma.async_copy_global_to_shared(
+                            lower if top else upper, place, full_d, part
+                        )
+            else:
+                load_state(upper, at.own * V, full_d, tiles.d_states)
+            mbarrier.wait(barriers.empty_s.index(0), (done & 1) ^ 1)
+            mbarrier.expect(full_s, V * K * 2)
+            load_state(states, kept * V, full_s, tiles.states)
+            if done % GROUP == 0:
+                full_k = barriers.full_k.index(0)
+                mbarrier.wait(barriers.empty_k.index(0), ((done // GROUP) & 1) ^ 1)
+                mbarrier.expect(full_k, CHUNK * K * 4)
+                load(k, at.token, at.head * K, at.left, full_k, tiles.k, FORM.ENDS)
+                load(q, at.token, at.head * K, at.left, full_k, tiles.q, FORM.ENDS)
+            done += 1
+
+
+@gluon.jit
+def store_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+    """One warp: dv (VALUES) of every value head, dq and dk of every pair; their places are free."""
+    GROUP: gl.constexpr = FORM.GROUP
+    tiles, barriers, work = shared
+    d_q, d_k, d_v = of
+    done = 0
+    for number in range(work.count * GROUP):
+        at = pair_of(number, work, FORM)
+        if at.left > 0:
+            slot = done % 2
+            if FORM.VALUES:
+                mbarrier.wait(barriers.has_values.index(slot), (done // 2) & 1)
+                x = tiles.d_errors.index(slot)
+                store(d_v, at.token, at.value_head * V, at.left, x, FORM.ENDS)
+                tma.store_wait(0)
+                mbarrier.arrive(barriers.empty.index(slot))
+            if done % GROUP == GROUP - 1:
+                mbarrier.wait(barriers.has_keys.index(0), (done // GROUP) & 1)
+                store(d_q, at.token, at.head * K, at.left, tiles.q, FORM.ENDS)
+                store(d_k, at.token, at.head * K, at.left, tiles.k, FORM.ENDS)
+                tma.store_wait(0)
+                mbarrier.arrive(barriers.empty_k.index(0))
+            done += 1
+
+
+@gluon.jit
+def load(x, row, column, rows, full, tile, ENDS: gl.constexpr):
+    """A tile of x from a row and a column on; so many rows of it are there."""
+    place = place_of_chunk(x, row, column, rows, tile.shape[1], ENDS)
+    tma.async_copy_global_to_shared(x, place, full, framed(tile, x))
+
+
+@gluon.jit
+def load_state(x, row, full, tile):
+    """A state from a row on."""
+    place = place_of_rows(x, row, tile.shape[0])
+    tma.async_copy_global_to_shared(x, place, full, framed(tile, x))
+
+
+@gluon.jit
+def store(x, row, column, rows, tile, ENDS: gl.constexpr):
+    """A tile to where it is in x; so many rows of it are somebody's."""
+    place = place_of_chunk(x, row, column, rows, tile.shape[1], ENDS)
+    tma.async_copy_shared_to_global(x, place, framed(tile, x))
+
+
+@gluon.jit
+def place_of_chunk(x, row, column, rows, WIDTH: gl.constexpr, ENDS: gl.constexpr):
+    """Where a tile of x is, so many rows of which are there."""
+    place = place_of_tile(x, row, column, WIDTH)
+    if ENDS == "whole":
+        found = place
+    elif len(place) == 2:
+        found = [FAR, row + rows, FAR - rows, column]
+    else:
+        found = [FAR, row + rows, FAR - rows, place[1], place[2]]
+    return found

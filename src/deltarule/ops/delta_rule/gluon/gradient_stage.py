@@ -1,11 +1,25 @@
-"""When the gradients of chunks are one warp-specialised kernel, and its launch."""
+"""When gradients are one warp-specialised kernel, and the launches of the three that there are.
+
+    fused_gradients_kernel      of chunks, with no decays or one per head
+    channel_gradients_kernel    of chunks, with a decay per channel
+    fused_backward_kernel       with the scan back, of no decays or one per head
+
+The last is taken where its programs, one a head of a sequence or of a segment of one, fill the GPU:
+then D and X, which the scan back and the gradients of chunks would hand on, stay on the
+multiprocessor.
+"""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltarule.ops.delta_rule.gluon import stage
+from deltarule.ops.delta_rule.gluon.backward import fused_backward_kernel
+from deltarule.ops.delta_rule.gluon.channel_gradients import channel_gradients_kernel
+from deltarule.ops.delta_rule.gluon.channel_stage import SIZES as CHANNEL_SIZES
+from deltarule.ops.delta_rule.gluon.channel_stage import in_rows
 from deltarule.ops.delta_rule.gluon.gradients import fused_gradients_kernel
 from deltarule.ops.delta_rule.gluon.memory import CHUNK
 from deltarule.ops.delta_rule.gluon.stage import (
@@ -22,40 +36,87 @@ from deltarule.ops.delta_rule.gluon.stage import (
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import gradients
 from deltarule.ops.delta_rule.triton.gradients import scan_back_has_values
-from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Shapes, Window
+from deltarule.ops.delta_rule.triton.plan import MOST_WAVES, WHOLE, Call, Shapes, Window, stretches
 from deltarule.ops.runtime.launch import Launch, multiprocessors
 
 # Registers of a thread: on average, and of the roles of one warp; the other has the rest.
-AVERAGE, OTHERS = 168, 24
-# Whether D and X lie in the gradients' memory: for gated 8x4096 with 16 heads 384 MiB less, and 1 %
-# more time.
-LENDS = True
-# Channels of tiles of keys, and as many of values.
-SIZES = (64, 128)
+AVERAGE, OTHERS, OTHERS_OF_CHANNELS = 168, 24, 40
+# Channels of tiles of keys, and as many of values; those that the scan back may come with.
+SIZES, WHOLE_SIZE = (64, 128), 128
 # Pairs of a chunk and a key head for each multiprocessor.
 LEAST_PAIRS = 1
-
-
-def runs(call: Call) -> bool:
-    """Whether it takes the gradients of this call: a function of shapes, types and the GPU."""
-    q = call.inputs.q
-    if (
-        not stage.TRAINING
-        or not q.is_cuda
-        or architecture_at(q.device.index or 0) != HOPPER
-        or not can(call.inputs)
-    ):
-        return False
-    return call.plan.chunks * q.shape[2] >= LEAST_PAIRS * multiprocessors(q.device)
+# The part of the multiprocessors' time that programs of the whole backward must fill, by erase and
+# decays: with less of it the two kernels are done first, of which one always has enough programs.
+# A chunk takes 8.2 us with both, 7.1 without decays and 5.0 without an erase; unit norm adds 1.7 to
+# the first.
+FILLED = {
+    ("tied", "head"): 0.85, ("tied", "none"): 0.75, ("none", "head"): 0.6, ("none", "none"): 0.6,
+}  # fmt: skip
+FILLED_WITH_NORMS = 0.95
+# Chunks of a segment from which on it gains more than a forward loses by fewer segments.
+LEAST_WHOLE = 64
 
 
 def can(inputs: Inputs) -> bool:
-    """Whether it can on any GPU."""
+    """Whether the first can on any GPU."""
     keys, values = padded(inputs)
     return (
         inputs.q.dtype == torch.bfloat16 and keys == values and keys in SIZES
         and not inputs.by_channel and inputs.n_steps == 1 and not inputs.batch_invariant
     )  # fmt: skip
+
+
+def can_by_channel(inputs: Inputs) -> bool:
+    """Whether the second can on any GPU of Hopper."""
+    return (
+        inputs.q.dtype == torch.bfloat16
+        and (inputs.q.shape[3], inputs.v.shape[3]) == CHANNEL_SIZES
+        and inputs.q.shape[2] == inputs.v.shape[2] and inputs.decay == "channel"
+        and inputs.erase != "free" and inputs.n_steps == 1 and not inputs.batch_invariant
+    )  # fmt: skip
+
+
+def can_whole(inputs: Inputs, cut: bool) -> bool:
+    """Whether the third can on any GPU; `cut`: of segments."""
+    return (
+        can(inputs)
+        and padded(inputs) == (WHOLE_SIZE, WHOLE_SIZE)
+        and inputs.q.shape[2] == inputs.v.shape[2]
+        and not (cut and inputs.cu_seqlens is not None)
+    )
+
+
+def runs(call: Call) -> bool:
+    """Whether the first takes this call: like the others, a function of shapes, types and GPU."""
+    q = call.inputs.q
+    hopper = q.is_cuda and architecture_at(q.device.index or 0) == HOPPER
+    return stage.TRAINING and hopper and can(call.inputs) and has_pairs(call)
+
+
+def takes_channels(call: Call) -> bool:
+    """Whether the second does."""
+    return stage.TRAINING and can_by_channel(call.inputs) and has_pairs(call)
+
+
+def has_pairs(call: Call) -> bool:
+    pairs = call.plan.chunks * call.inputs.q.shape[2]
+    return pairs >= LEAST_PAIRS * multiprocessors(call.inputs.q.device)
+
+
+def takes_whole(call: Call) -> bool:
+    """Whether the third does."""
+    inputs, cut = call.inputs, call.plan.per_segment > 0
+    if not runs(call) or not can_whole(inputs, cut):
+        return False
+    processors = multiprocessors(inputs.q.device)
+    programs = stretches(inputs, call.plan) * inputs.q.shape[2]
+    # One packed sequence may be long and the others short: only many of them even out.
+    if inputs.cu_seqlens is not None and programs < MOST_WAVES * processors:
+        return False
+    least = FILLED[inputs.erase, inputs.decay]
+    if inputs.normalize_qk and inputs.beta is not None:
+        least = FILLED_WITH_NORMS
+    return programs >= least * processors * -(-programs // processors)
 
 
 def ends(call: Call) -> str:
@@ -68,17 +129,21 @@ def ends(call: Call) -> str:
 def lent(call: Call) -> tuple[str, ...]:
     """What the gradients' kernel finds where it will write them: X in dv, and D in dq and dk.
 
-    Where value heads share a key head there is more of D than dq and dk have room for, and the scan
-    back has to leave dv. Of a chunk that is not whole they have too few rows, and of a head that
-    fills no tiles D has.
+    For gated 8x4096 with 16 heads that takes 384 MiB less, and 1 % more time. Where value heads
+    share a key head there is more of D than dq and dk have room for, and the scan back has to leave
+    dv. Of a chunk that is not whole they have too few rows, and of a head that fills no tiles D
+    has.
     """
     inputs = call.inputs
-    if not LENDS or inputs.q.shape[2] != inputs.v.shape[2]:
+    if inputs.q.shape[2] != inputs.v.shape[2]:
         return ()
     found = () if inputs.beta is None else ("d_errors",)
     sizes = inputs.q.shape[3], inputs.v.shape[3]
     whole = call.once(ends) == "whole" and sizes == padded(inputs)
     return (*found, "d_states") if whole else found
+
+
+# As triton/gradients.py has them, of the kernel of chunks.
 
 
 def takes(call: Call, window: Window) -> bool:
@@ -87,7 +152,7 @@ def takes(call: Call, window: Window) -> bool:
 
 
 def own_shapes(call: Call, slots: int, again: bool) -> Shapes:
-    """Those of gradients.py but for what is lent; the parts of dlog_decay the kernel adds up."""
+    """Without what is lent; the parts of dlog_decay the kernel adds up."""
     shapes = gradients.own_shapes(call, slots, again)
     # The chunks of segments have an order of their own.
     spared = () if call.plan.per_segment else (*call.once(lent), "parts")
@@ -107,66 +172,119 @@ def rows_are_cut(call: Call) -> bool:
 
 
 def add_gradients(call: Call, own: Mapping[str, Tensor], window: Window = WHOLE) -> None:
-    """Launch the kernel on the chunks of a window."""
-    launch(call, own, None if scan_back_has_values(call) else call["d_v"], window)
-
-
-def launch(call: Call, own: Mapping[str, Tensor], d_v: Tensor | None, window: Window) -> None:
-    """Launch `fused_gradients_kernel` on the chunks of a window; dv, too, where there is room."""
+    """Launch the kernel on the chunks of a window; dv, too, if the scan back has left it."""
     inputs, tied = call.inputs, call.inputs.beta is not None
     batch, tokens, heads, _ = inputs.q.shape
-    packed = inputs.cu_seqlens is not None
     # Packed sequences have one row of chunks.
-    all_chunks = call.plan.chunks if packed else -(-tokens // CHUNK.value)
+    all_chunks = call.plan.chunks if inputs.cu_seqlens is not None else -(-tokens // CHUNK.value)
     own_chunks = window.chunks or all_chunks
     before = (window.number or 0) * own_chunks
     chunks = min(own_chunks, all_chunks - before)
-    kept, decay = "states" not in own, inputs.log_decay
     errors = own.get("errors", call["errors"]) if tied else inputs.v
     x = own.get("d_errors", call["d_v"]) if tied else inputs.v
-    upper = own.get("d_states", call["d_q"])
+    d_v = inputs.v if scan_back_has_values(call) else call["d_v"]
     given = (
-        inputs.q, inputs.k, call["d_o"], errors, x, own.get("states", call["states"]), upper,
-        call["d_k"], call["d_q"], call["d_k"], inputs.v if d_v is None else d_v, call["scalings"],
-        norms_of(call), call["chunk_decay"], call["d_beta"], decay, call["d_log_decay"],
-        *((inputs.cu_seqlens, inputs.sequences) if packed else (None, None)), inputs.scale,
-        batch * chunks * heads, heads, chunks, before, own_chunks, all_chunks, tokens,
-        *strides(decay),
+        inputs.q, inputs.k, call["d_o"], errors, x, own.get("states", call["states"]),
+        own.get("d_states", call["d_q"]), call["d_k"], call["d_q"], call["d_k"], d_v,
+        call["scalings"], norms_of(call), call["chunk_decay"], call["d_beta"], inputs.log_decay,
+        call["d_log_decay"], *offsets(inputs), inputs.scale, batch * chunks * heads, heads, chunks,
+        before, own_chunks, all_chunks, tokens, *strides(inputs.log_decay),
     )  # fmt: skip
     programs = min(multiprocessors(inputs.q.device), batch * chunks * heads)
-    choices = d_v is not None, kept, tied and "d_errors" not in own, "d_states" not in own
-    call.once(gradients_launch, *choices)((programs, 1, 1), *given)
+    kept, d_is_lent = "states" not in own, "d_states" not in own
+    launch = call.once(gradients_launch, kept, tied and "d_errors" not in own, d_is_lent)
+    launch((programs, 1, 1), *given)
 
 
-def gradients_launch(
-    call: Call, values: bool, kept: bool, x_is_lent: bool, d_is_lent: bool
-) -> Launch:
-    """`fused_gradients_kernel` with its constants."""
+def gradients_launch(call: Call, kept: bool, x_is_lent: bool, d_is_lent: bool) -> Launch:
+    inputs, sizes = call.inputs, padded(call.inputs)
+    (heads, key_size), rows = inputs.q.shape[2:], CHUNK.value
+    of_state, part = of_states(inputs, [*sizes[::-1]]), (heads * key_size, [rows, rows])
+    # Of dq or dk, 64 columns of D: of a tile with more rows those lie apart from the others.
+    tiles = {"states": of_state, "upper": part if d_is_lent else of_state, "lower": part}
+    choices = {
+        "GROUP": inputs.v.shape[2] // heads, "PER_GATE": inputs.per_gate,
+        "VALUES": not scan_back_has_values(call), "KEPT": kept, "X_IS_LENT": x_is_lent,
+        "D_IS_LENT": d_is_lent, "TENSOR": has_tensor_memory(inputs.q.device),
+    }  # fmt: skip
+    return launch_of(fused_gradients_kernel, call, sizes, tiles, choices)
+
+
+def backward(call: Call, d_end: Tensor | None) -> None:
+    """Launch the whole backward, from the gradients by the states at the ends of the stretches."""
+    inputs = call.inputs
+    heads, tokens = inputs.q.shape[2], inputs.q.shape[1]
+    given = (
+        inputs.q, inputs.k, call["d_o"], inputs.v if inputs.beta is None else call["errors"],
+        call["states"], call["scores"], call["corrections"], call["d_q"], call["d_k"], call["d_v"],
+        call["scalings"], norms_of(call), call["chunk_decay"], call["d_beta"], inputs.log_decay,
+        call["d_log_decay"], d_end, call["d_initial"], inputs.cu_seqlens,
+        inputs.scale, heads, call.plan.per_segment, tokens, *strides(inputs.log_decay),
+    )  # fmt: skip
+    call.once(backward_launch)((stretches(inputs, call.plan) * heads, 1, 1), *given)
+
+
+def backward_launch(call: Call) -> Launch:
+    inputs, sizes, rows = call.inputs, (WHOLE_SIZE, WHOLE_SIZE), CHUNK.value
+    tiles = {"states": of_states(inputs, [*sizes])}
+    tiles |= {x: (rows, [rows, rows]) for x in ("scores", "corrections") if call[x] is not None}
+    (keys, values), cut = (inputs.q.shape[3], inputs.v.shape[3]), call.plan.per_segment > 0
+    choices = {"KEYS": keys, "WIDTH": values, "CUT": cut}
+    return launch_of(fused_backward_kernel, call, sizes, tiles, choices)
+
+
+def channel_gradients(call: Call) -> None:
+    """Launch that with a decay per channel: every gradient but that by v."""
     inputs, tied = call.inputs, call.inputs.beta is not None
-    heads, key_size = inputs.q.shape[2:]
-    value_heads, value_size = inputs.v.shape[2:]
-    rows, (tile_keys, tile_values) = CHUNK.value, padded(inputs)
-    of_keys = of_heads(heads, key_size, [rows, tile_keys])
-    of_values = of_heads(value_heads, value_size, [rows, tile_values])
-    of_chunk = value_size, [rows, tile_values]
-    of_state = of_states(inputs, [tile_values, tile_keys])
-    tiles = {
-        "q": of_keys, "k": of_keys, "d_q": of_keys, "d_k": of_keys, "d_o": of_values,
-        "d_v": of_values, "states": of_state, "errors": of_chunk if tied else of_values,
-        "d_errors": of_chunk if tied and not x_is_lent else of_values,
-        # Of dq or dk, 64 columns of D: of a tile with more rows those lie apart from the others.
-        "upper": (heads * key_size, [rows, rows]) if d_is_lent else of_state,
-        "lower": (heads * key_size, [rows, rows]),
-    }  # fmt: skip
-    if call.once(ends) != "whole":
-        of_tokens = tiles.keys() - {"states", "upper", "lower"}
-        tiles |= {name: (tiles[name][0], [1, 1, *tiles[name][1]]) for name in of_tokens}
+    assert inputs.log_decay is not None
+    batch, tokens, heads, _ = inputs.q.shape
+    # Packed sequences have one row of chunks.
+    rows = 1 if inputs.cu_seqlens is not None else batch
+    pairs, chunks = call.plan.chunks * heads, call.plan.chunks // rows
+    errors = (call["errors"], call["d_errors"]) if tied else (inputs.v, inputs.v)
+    given = (
+        inputs.q, inputs.k, call["d_o"], *errors, call["states"], call["d_states"],
+        in_rows(inputs.log_decay), call["d_q"], call["d_k"], call["d_log_decay"], call["scalings"],
+        norms_of(call), call["d_beta"], *offsets(inputs), inputs.scale, pairs, heads, chunks,
+        tokens,
+    )  # fmt: skip
+    programs = min(multiprocessors(inputs.q.device), pairs)
+    call.once(channel_launch)((programs, 1, 1), *given)
+
+
+def channel_launch(call: Call) -> Launch:
+    of_state = of_states(call.inputs, [*CHANNEL_SIZES[::-1]])
+    tiles, others = dict.fromkeys(("states", "d_states"), of_state), OTHERS_OF_CHANNELS
+    return launch_of(channel_gradients_kernel, call, CHANNEL_SIZES, tiles, {"REGISTERS": others})
+
+
+def offsets(inputs: Inputs) -> tuple[Tensor | None, int | None]:
+    """Those of packed sequences, and how many there are."""
+    packed = inputs.cu_seqlens is not None
+    return inputs.cu_seqlens, inputs.sequences if packed else None
+
+
+def launch_of(
+    kernel: Any, call: Call, sizes: tuple[int, int], tiles: dict[str, Any], own: dict[str, Any]
+) -> Launch:
+    """A kernel for tiles of so many keys and values, with `tiles` and constants of its own."""
+    inputs, tied, (keys, values) = call.inputs, call.inputs.beta is not None, sizes
+    (heads, key_size), (value_heads, value_size) = inputs.q.shape[2:], inputs.v.shape[2:]
+    where, rows = call.once(ends), CHUNK.value
+    of_keys = of_heads(heads, key_size, [rows, keys])
+    of_values = of_heads(value_heads, value_size, [rows, values])
+    of_chunk = value_size, [rows, values]
     constants = {
-        "K": tile_keys, "V": tile_values, "GROUP": value_heads // heads,
-        "PER_GATE": inputs.per_gate, "TIED": tied,
-        "DECAY": inputs.log_decay is not None, "UNIT": inputs.normalize_qk, "VALUES": values,
-        "KEPT": kept, "X_IS_LENT": x_is_lent, "D_IS_LENT": d_is_lent,
-        "TENSOR": has_tensor_memory(inputs.q.device), "ENDS": call.once(ends),
-        "REGISTERS": OTHERS, "num_warps": 8, "maxnreg": AVERAGE,
-    }  # fmt: skip
-    return FusedLaunch(fused_gradients_kernel, constants, tiles)
+        "K": keys, "V": values, "TIED": tied, "DECAY": inputs.log_decay is not None,
+        "UNIT": inputs.normalize_qk, "ENDS": where, "REGISTERS": OTHERS,
+    } | own  # fmt: skip
+    of_tokens = dict.fromkeys(("q", "k", "d_q", "d_k"), of_keys)
+    of_tokens |= dict.fromkeys(("log_decay", "d_log_decay") if inputs.by_channel else (), of_keys)
+    of_tokens |= {"d_o": of_values, "d_v": of_values, "errors": of_chunk if tied else of_values}
+    of_tokens["d_errors"] = of_values if own.get("X_IS_LENT") or not tied else of_chunk
+    if where != "whole":
+        of_tokens = {name: (width, [1, 1, *tile]) for name, (width, tile) in of_tokens.items()}
+    constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
+    constants |= {"num_warps": 8, "maxnreg": AVERAGE}
+    of_tokens = {name: of for name, of in of_tokens.items() if name in kernel.arg_names}
+    return FusedLaunch(kernel, constants, of_tokens | tiles)

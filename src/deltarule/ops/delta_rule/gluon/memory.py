@@ -16,16 +16,8 @@ CHUNK = gl.constexpr(64)
 VALUES = gl.constexpr(64)
 
 # Gates of a chunk, a number for each row, or of what is read for each token (gates.py).
-READ, ERASE, BETA, WRITE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
-END, QUERY_SUM, KEY_SUM, COLUMN_SUM = (
-    gl.constexpr(4), gl.constexpr(5), gl.constexpr(6), gl.constexpr(7),
-)  # fmt: skip
-FACTOR, GATES = gl.constexpr(8), gl.constexpr(9)
-# Rows of the scalings in global memory, as triton/tiles.py has them.
-SCALING_READ, SCALING_ERASE, SCALING_WRITE, SCALING_BETA = (
-    gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3),
-)  # fmt: skip
-SCALING_WHOLE, SCALING_REST, SCALINGS = gl.constexpr(4), gl.constexpr(5), gl.constexpr(6)
+READ, ERASE, BETA, WRITE, END, QUERY_SUM, KEY_SUM, COLUMN_SUM, FACTOR = map(gl.constexpr, range(9))
+GATES = gl.constexpr(9)
 # Blocks of 16 tokens on the diagonal of a chunk's square tiles, one a warp.
 BLOCK, BLOCKS = gl.constexpr(16), gl.constexpr(4)
 # Tiles of P that the state roles make: one is written while another is read.

@@ -17,7 +17,7 @@ from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, square
 from deltarule.ops.delta_rule.gluon.norms import inverse_norms_kernel
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.passes import compiled_first, contiguous
-from deltarule.ops.delta_rule.triton.plan import Call, Plan, make_plan
+from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks, make_plan
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture, power_of_two
 from deltarule.ops.dispatch import constant_when_compiled
 from deltarule.ops.runtime.launch import Launch, multiprocessors
@@ -245,7 +245,13 @@ def forward_launch(call: Call, save: bool) -> Launch:
         "o": of_heads(value_heads, value_size, [queries, part]),
     }
     if save:
-        tiles |= saved_tiles(call)
+        # With an erase two state roles leave their shares of the rows of P.
+        share = rows // (values // part) if inputs.beta is not None else rows
+        saved = {
+            "states": of_states(inputs, [part, keys]), "errors": (value_size, [rows, part]),
+            "scores": (rows, [share, rows]), "corrections": (rows, [rows, rows]),
+        }  # fmt: skip
+        tiles |= {name: tile for name, tile in saved.items() if call[name] is not None}
     constants = {
         "K": keys, "V": values, "KEYS": key_size, "WIDTH": value_size, "STEPS": inputs.n_steps,
         "PER_GATE": inputs.per_gate, "SLOTS": slots,
@@ -272,19 +278,6 @@ def of_states(inputs: Inputs, tile: list[int]) -> tuple[Width, list[int]]:
     return (key_size, tile) if value_size % tile[0] == 0 else ((value_size, key_size), [1, *tile])
 
 
-def saved_tiles(call: Call) -> dict[str, tuple[Width, list[int]]]:
-    """What `forward_kernel` leaves for a backward through the copy engine."""
-    value_size, (keys, values) = call.inputs.v.shape[3], padded(call.inputs)
-    rows, part = CHUNK.value, VALUES.value
-    # With an erase two state roles leave their shares of the rows of P.
-    share = rows // (values // part) if call.inputs.beta is not None else rows
-    tiles = {
-        "states": of_states(call.inputs, [part, keys]), "errors": (value_size, [rows, part]),
-        "scores": (rows, [share, rows]), "corrections": (rows, [rows, rows]),
-    }  # fmt: skip
-    return {name: tile for name, tile in tiles.items() if call[name] is not None}
-
-
 def norms_of(call: Call) -> Tensor | None:
     """1 / |q| and 1 / |k| [B, T, H, 1 + n_steps] with `normalize_qk`, by `inverse_norms_kernel`."""
     inputs = call.inputs
@@ -292,17 +285,10 @@ def norms_of(call: Call) -> Tensor | None:
         return None
     rows = inputs.q.numel() // inputs.q.shape[3]
     norms = call.empty((rows, 1 + inputs.n_steps))
-    given = inputs.q, inputs.k, norms, rows
-    call.once(norms_launch)((-(-rows // NORM_ROWS), 1, 1), *given)
+    own = {"norms": norms, "rows": rows, "HEADS": inputs.q.shape[2], "STEPS": inputs.n_steps}
+    own |= {"ROWS": NORM_ROWS, "num_warps": 4, "num_stages": 1}
+    call.launch(inverse_norms_kernel, (blocks(rows, NORM_ROWS), 1, 1), own)
     return norms
-
-
-def norms_launch(call: Call) -> Launch:
-    """`inverse_norms_kernel` with its constants."""
-    heads, key_size = call.inputs.q.shape[2:]
-    sizes = {"HEADS": heads, "STEPS": call.inputs.n_steps, "K": key_size, "ROWS": NORM_ROWS}
-    sizes["BK"] = power_of_two(key_size)
-    return Launch(inverse_norms_kernel, {**sizes, "num_warps": 4, "num_stages": 1})
 
 
 def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:

@@ -8,11 +8,10 @@ SAVE
 
     F = V - erase (S K^T)^T      E = F + N beta F      X = beta E
 
-and S at the chunks' starts, E and P are left for a backward.
- S is
-a float32 sum of products, and their left operand once it is rounded: so everything here is
-transposed, with values as rows and tokens as columns. With an erase, when the score role has T to
-make, each of the V / 64 state roles makes its share of the rows of P.
+and S at the chunks' starts, E and P are left for a backward. S is a float32 sum of products, and
+their left operand once it is rounded: so everything here is transposed, with values as rows and
+tokens as columns. With an erase, when the score role has T to make, each of the V / 64 state roles
+makes its share of the rows of P.
 """
 
 import triton
@@ -40,8 +39,8 @@ from deltarule.ops.delta_rule.gluon.memory import (
     there_of_state,
 )
 from deltarule.ops.delta_rule.gluon.movers import framed, place_of_rows
-from deltarule.ops.delta_rule.gluon.pairs import finish_pairs, start_pairs
 from deltarule.ops.delta_rule.gluon.products import finish, operand, put, start, tell, value
+from deltarule.ops.delta_rule.gluon.score import finish_pairs, start_pairs
 
 
 @gluon.jit

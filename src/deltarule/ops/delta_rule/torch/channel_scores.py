@@ -44,7 +44,6 @@ class ChannelPairs(NamedTuple):
 
     @classmethod
     def of(cls, log_decay: Tensor, own_row: bool) -> "ChannelPairs":
-        """Make them from log_decay [.., C, K]."""
         size = log_decay.shape[-2]
         leaf = min(size, LEAF)
         late, early = [], []
@@ -64,7 +63,9 @@ class ChannelPairs(NamedTuple):
         leaf, size = self.sizes
         lead = leading_axes(x, y, self.leaf[..., 0, 0])
         scores = x.new_zeros(*lead, x.shape[-2], y.shape[-2])
-        pairs = _leaf_scores(blocks(x, size, leaf), blocks(y, size, leaf), self.leaf)
+        # Pair by pair in one leaf: x [.., L*m, K], y [.., L*n, K], decays [.., L, L, K].
+        x_rows = blocks(x, size, leaf).unflatten(-2, (leaf, -1))
+        pairs = (x_rows @ _decayed(blocks(y, size, leaf), self.leaf).mT).flatten(-3, -2)
         diagonal(scores, size, leaf).copy_(mask(pairs, strict))
         for half, late, early in zip(halves(size, leaf), self.late, self.early, strict=True):
             x_late, y_early = split(x, size, half)[1], split(y, size, half)[0]
@@ -76,12 +77,16 @@ class ChannelPairs(NamedTuple):
     ) -> tuple[Tensor, Tensor, "ChannelPairs"]:
         leaf, size = self.sizes
         dx, dy = torch.zeros_like(x), torch.zeros_like(y)
-        d_pairs = mask(diagonal(d_scores, size, leaf), strict)
-        dx_leaf, dy_leaf, d_leaf = _leaf_backward(
-            d_pairs, blocks(x, size, leaf), blocks(y, size, leaf), self.leaf
-        )
-        blocks(dx, size, leaf).add_(dx_leaf.sum_to_size(blocks(x, size, leaf).shape))
-        blocks(dy, size, leaf).add_(dy_leaf.sum_to_size(blocks(y, size, leaf).shape))
+        x_leaf, y_leaf = blocks(x, size, leaf), blocks(y, size, leaf)
+        y_decayed, each_row = _decayed(y_leaf, self.leaf), (leaf, -1)
+        d_rows = mask(diagonal(d_scores, size, leaf), strict).unflatten(-2, each_row)
+        d_decayed = d_rows.mT @ x_leaf.unflatten(-2, each_row)
+        d_steps = d_decayed.unflatten(-2, each_row) * self.leaf.unsqueeze(-2)
+        dx_leaf = (d_rows @ y_decayed).flatten(-3, -2)
+        blocks(dx, size, leaf).add_(dx_leaf.sum_to_size(x_leaf.shape))
+        dy_leaf = d_steps.sum(-4).flatten(-3, -2)
+        blocks(dy, size, leaf).add_(dy_leaf.sum_to_size(y_leaf.shape))
+        d_leaf = (d_decayed * y_decayed).unflatten(-2, each_row).sum(-2)
         d_between = ChannelPairs(d_leaf, [], [])
         for half, late, early in zip(halves(size, leaf), self.late, self.early, strict=True):
             x_late, y_early = split(x, size, half)[1], split(y, size, half)[0]
@@ -147,26 +152,6 @@ def below(scores: Tensor, size: int, half: int) -> Tensor:
     """A view of each diagonal block of 2 half tokens: its later rows, its earlier columns."""
     block = diagonal(scores, size, 2 * half)
     return block[..., block.shape[-2] // 2 :, : block.shape[-1] // 2]
-
-
-def _leaf_scores(x: Tensor, y: Tensor, between: Tensor) -> Tensor:
-    """Pair by pair in one leaf: x [.., L*m, K], y [.., L*n, K], between [.., L, L, K]."""
-    return (x.unflatten(-2, (between.shape[-2], -1)) @ _decayed(y, between).mT).flatten(-3, -2)
-
-
-def _leaf_backward(
-    d_pairs: Tensor, x: Tensor, y: Tensor, between: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by x, y and the exponents of `between`."""
-    leaf = between.shape[-2]
-    d_rows = d_pairs.unflatten(-2, (leaf, -1))
-    y_decayed = _decayed(y, between)
-    dx = (d_rows @ y_decayed).flatten(-3, -2)
-    d_decayed = d_rows.mT @ x.unflatten(-2, (leaf, -1))
-    steps = d_decayed.unflatten(-2, (leaf, -1))
-    dy = (steps * between.unsqueeze(-2)).sum(-4).flatten(-3, -2)
-    d_sums = (d_decayed * y_decayed).unflatten(-2, (leaf, -1)).sum(-2)
-    return dx, dy, d_sums
 
 
 def _decayed(y: Tensor, between: Tensor) -> Tensor:

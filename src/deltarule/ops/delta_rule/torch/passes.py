@@ -21,12 +21,10 @@ from deltarule.ops.delta_rule.torch.scores import (
     Queries,
     Rows,
     add,
-    chunk_output,
     decay_backward,
     end_decay,
     free,
     free_backward,
-    queries,
     queries_backward,
     start_decay,
     tied,
@@ -63,19 +61,6 @@ def window_elements(device: torch.device) -> int:
     if device.type == "cpu":
         return max(16 * torch.get_num_threads(), 64) * 64 * 64
     return 2**25
-
-
-def lost(*computed: Tensor) -> bool:
-    """Whether a number that is not finite may have reached earlier tokens, by the zeros of a mask.
-
-    It shows in the results, whether it was given or came of an overflow. This is checked on a CPU
-    alone, where it needs no waiting, by a sum over each tensor.
-    """
-    if computed[0].device.type != "cpu":
-        return False
-    return not all(
-        x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite() for x in computed
-    )
 
 
 def plan(inputs: Inputs, size: int | None = None) -> tuple[int, list[Group]]:
@@ -243,7 +228,13 @@ class Work(NamedTuple):
 def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final state, and the states at the starts of the chunks (none without `save`)."""
     o, final_state, saved = _run(inputs, save)
-    if lost(o, final_state):
+    # A number that is not finite, given or of an overflow, may have reached earlier tokens, by the
+    # zeros of a mask. A sum shows it on a CPU, where that needs no waiting.
+    whole = o.device.type != "cpu" or all(
+        x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()
+        for x in (o, final_state)
+    )
+    if not whole:
         # A chunk of one token has no earlier ones. What was finite keeps its bits.
         alone, last, _ = _run(inputs, False, 1)
         o = torch.where(o.isfinite(), o, alone)
@@ -313,22 +304,16 @@ def backward(
     return *gradients, None if inputs.initial_state is None else d_initial
 
 
-def make_decay(log_decay: Tensor | None, free_erase: bool) -> Decay:
-    """The factors that a window needs; the last two only with a free erase."""
-    if log_decay is None:
-        return Decay()
-    pairs: Any = HeadPairs if log_decay.shape[-1] == 1 else ChannelPairs
-    whole, between = log_decay.sum(-2, keepdim=True).exp_(), pairs.of(log_decay, True)
-    decay = Decay(start_decay(log_decay, True), end_decay(log_decay), whole, between)
-    if not free_erase:
-        return decay
-    start_before, between_before = start_decay(log_decay, False), pairs.of(log_decay, False)
-    return decay._replace(start_before=start_before, between_before=between_before)
-
-
 def _work(chunks: Chunks) -> Work:
     _, k, v, beta, a, b, log_decay = chunks
-    decay = make_decay(log_decay, free_erase=a is not None)
+    decay = Decay()
+    if log_decay is not None:
+        pairs: Any = HeadPairs if log_decay.shape[-1] == 1 else ChannelPairs
+        whole, between = log_decay.sum(-2, keepdim=True).exp_(), pairs.of(log_decay, True)
+        decay = Decay(start_decay(log_decay, True), end_decay(log_decay), whole, between)
+        if a is not None:
+            before = {"between_before": pairs.of(log_decay, False)}
+            decay = decay._replace(start_before=start_decay(log_decay, False), **before)
     if beta is not None:
         corrected, keys = tied(k, v, beta, decay), [k]
     elif a is not None and b is not None:
@@ -340,7 +325,7 @@ def _work(chunks: Chunks) -> Work:
     else:
         writes = [Write(corrected.x0, corrected.from_state, Rows.of(keys[0], decay.end))]
         writes += [Write(v, None, Rows.of(y, decay.end)) for y in keys[1:]]
-    return Work(decay, corrected, keys, writes, queries(chunks.q, keys, decay))
+    return Work(decay, corrected, keys, writes, Queries.of(chunks.q, keys, decay))
 
 
 def _window_forward(chunks: Chunks, state: Tensor, states: Tensor, window: Window) -> Tensor:
@@ -350,14 +335,18 @@ def _window_forward(chunks: Chunks, state: Tensor, states: Tensor, window: Windo
         return unerased.forward(shared, chunks.v, state, states, bunched(chunks, window))
     work = _work(chunks)
     values = next_state(work.writes, work.decay.whole, state, window.bounds, states)
-    return chunk_output(work.queries, states, values)
+    o = work.queries.rows.read(states)
+    for scores, x in zip(work.queries.scores, values, strict=True):
+        o += scores @ x
+    return o
 
 
 def bunched(chunks: Chunks, window: Window) -> list[list[int]]:
     """Bounds of the window's ranks, in bunches that a cache holds."""
     heads, (rows, values) = chunks.v.shape[1:3].numel(), chunks.v.shape[3:]
     elements = heads * rows * max(rows, values, chunks.k.shape[-1]) * window.bounds[1]
-    return unerased.bunches(window.bounds, max(window_elements(chunks.v.device) // elements, 1))
+    ranks, bounds = max(window_elements(chunks.v.device) // elements, 1), window.bounds
+    return [bounds[start : start + ranks + 1] for start in range(0, len(bounds) - 1, ranks)]
 
 
 def runs_unerased(chunks: Chunks) -> bool:

@@ -6,11 +6,14 @@ A decay for each head is a factor of x y^T; one for each channel is inside the p
 scores in channel_scores.py.
 """
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from deltarule.ops.delta_rule.torch.channel_scores import ChannelPairs
 
 # Products of decays inside a chunk, each from its own sum of logs, and their gradients.
 #
@@ -26,38 +29,22 @@ from torch import Tensor
 LOWEST = -1e4
 
 
-class Pairs(Protocol):
-    """The decays of all pairs of rows, or the gradients by their exponents: two forms."""
-
-    def scores(self, x: Tensor, y: Tensor, *, strict: bool) -> Tensor:
-        """x [M, H, G, C*m, K], y [M, H, G, C*n, K] -> [M, H, G, C*m, C*n], zeros elsewhere."""
-
-    def backward(
-        self, d_scores: Tensor, scores: Tensor, x: Tensor, y: Tensor, *, strict: bool
-    ) -> tuple[Tensor, Tensor, "Pairs"]:
-        """Gradients by x, y and the exponents; what is no pair counts for nothing.
-
-        d_scores may be overwritten.
-        """
-
-    def own_backward(self, d_scores: Tensor, scores: Tensor, x: Tensor) -> tuple[Tensor, "Pairs"]:
-        """The same for the strict scores of x against itself."""
-
-    def plus(self, other: "Pairs") -> "Pairs":
-        """The sum of two gradients."""
-
-    def log_gradient(self, own_row: bool) -> Tensor | None:
-        """The gradient by log_decay [.., C, D]."""
+# The decays of all pairs of rows, or the gradients by their exponents: two forms.
+Pairs: TypeAlias = "HeadPairs | ChannelPairs"
 
 
 class HeadPairs(NamedTuple):
-    """One decay for all channels of a pair [.., C, C], of which j <= i mean something, or none."""
+    """One decay for all channels of a pair [.., C, C], of which j <= i mean something, or none.
+
+    Its scores are those of x [M, H, G, C*m, K] and y [M, H, G, C*n, K], zeros elsewhere. Gradients
+    are by x, y and the exponents; what is no pair counts for nothing, and d_scores may be
+    overwritten.
+    """
 
     matrix: Tensor | None
 
     @classmethod
     def of(cls, log_decay: Tensor, own_row: bool) -> "HeadPairs":
-        """Make them from log_decay [.., C, 1]."""
         return cls(pair_sums(log_decay, own_row).squeeze(-1).exp_())
 
     def scores(self, x: Tensor, y: Tensor, *, strict: bool) -> Tensor:
@@ -76,7 +63,7 @@ class HeadPairs(NamedTuple):
     def own_backward(
         self, d_scores: Tensor, scores: Tensor, x: Tensor
     ) -> tuple[Tensor, "HeadPairs"]:
-        """One product serves both sides."""
+        """The same for the strict scores of x against itself: one product serves both sides."""
         d_product, d_pairs = self.product_backward(d_scores, scores, strict=True)
         d_product = d_product.sum_to_size(*x.shape[:-2], *d_product.shape[-2:])
         return (d_product + d_product.mT) @ x, d_pairs
@@ -393,19 +380,11 @@ class Queries(NamedTuple):
     rows: Rows
     scores: list[Tensor]
 
-
-def queries(q: Tensor, keys: list[Tensor], decay: Decay) -> Queries:
-    """q [M, H, 1, C, K], keys [M, H, 1 or G, C*n, K]."""
-    scores = [decay.between.scores(q, y, strict=False) for y in keys]
-    return Queries(Rows.of(q, decay.start), scores)
-
-
-def chunk_output(chunk: Queries, states: Tensor, values: list[Tensor]) -> Tensor:
-    """States [M, H, G, V, K], values X [M, H, G, C*n, V] -> o [M, H, G, C, V]."""
-    o = chunk.rows.read(states)
-    for scores, x in zip(chunk.scores, values, strict=True):
-        o += scores @ x
-    return o
+    @classmethod
+    def of(cls, q: Tensor, keys: list[Tensor], decay: Decay) -> "Queries":
+        """q [M, H, 1, C, K], keys [M, H, 1 or G, C*n, K]."""
+        scores = [decay.between.scores(q, y, strict=False) for y in keys]
+        return cls(Rows.of(q, decay.start), scores)
 
 
 def queries_backward(

@@ -110,9 +110,3 @@ def backward(
     dq += d_scores @ k
     dk += d_scores.mT @ q
     return dq, dk, dv, d_log_decay
-
-
-def bunches(bounds: list[int], ranks: int) -> list[list[int]]:
-    """The bounds of so many ranks at a time."""
-    starts = range(0, len(bounds) - 1, ranks)
-    return [bounds[start : start + ranks + 1] for start in starts]

@@ -82,14 +82,6 @@ def operand(b_x, low: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def level_mask(BT: tl.constexpr, LEVEL: tl.constexpr):
-    """The pairs of a level; of the last level all pairs."""
-    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    m_block, m_both = o_i // BLOCK == o_j // BLOCK, o_i // 32 == o_j // 32
-    return m_block if LEVEL == 0 else m_both & ~m_block if LEVEL == 1 else m_block | ~m_block
-
-
-@triton.jit
 def level_gradients(p_g, p_s, e, d, o_r, o_k, LEVEL: tl.constexpr, S: tl.constexpr):
     """Add the pairs of one level, 0 in a block, 1 in a pair of blocks, 2 beyond:
 
@@ -99,7 +91,10 @@ def level_gradients(p_g, p_s, e, d, o_r, o_k, LEVEL: tl.constexpr, S: tl.constex
     SIZE: tl.constexpr = S.BT * S.BT
     low: tl.constexpr = p_g.dtype.element_ty
     b_z, b_own, b_dx, b_dx2, b_dy, b_dy2 = d
-    m_g = level_mask(S.BT, LEVEL)
+    o_i, o_j = tl.arange(0, S.BT)[:, None], tl.arange(0, S.BT)[None, :]
+    m_block, m_both = o_i // BLOCK == o_j // BLOCK, o_i // 32 == o_j // 32
+    # Of the last level all pairs.
+    m_g = m_block if LEVEL == 0 else m_both & ~m_block if LEVEL == 1 else m_block | ~m_block
     p_g += tl.arange(0, S.BT)[:, None] * S.BT + tl.arange(0, S.BT)[None, :]
     b_lead = load_sums(p_s, o_r, o_k, S.K)
     b_late = tl.exp2(b_lead)

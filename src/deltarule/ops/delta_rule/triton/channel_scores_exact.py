@@ -136,18 +136,6 @@ def store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S: t
 
 
 @triton.jit
-def chunk_factors(p_s, o_r, o_k, K: tl.constexpr, OWN: tl.constexpr, EXACT: tl.constexpr):
-    """Decays from the chunk's start to each row and on to its end, and the factors of level 2."""
-    b_to = lead_decay(p_s, o_r, o_k, K, OWN)
-    b_from = tail_decay(p_s, load_sums(p_s, o_r, o_k, K), o_r, o_k, K, EXACT)
-    b_late = b_to * of_block(p_s, LATE, o_r, o_k, K)
-    b_early = b_from * of_block(p_s, EARLY, o_r, o_k, K)
-    b_to *= of_block(p_s, BEFORE, o_r, o_k, K)
-    b_from *= of_block(p_s, AFTER, o_r, o_k, K)
-    return b_to, b_from, b_late, b_early
-
-
-@triton.jit
 def add_scores_below_bar(b_s, b_s2, p_g, p_s, e, o_r, rows, g, S: tl.constexpr, OWN: tl.constexpr):
     """Add the pairs that no product has: the columns below the bar, against their own block."""
     if tl.load(p_s + LEAST * S.K) < -S.BAR:
@@ -213,7 +201,13 @@ def chunk_scores(x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr
         b_x, b_x2, b_y, b_y2 = rows_and_columns(e, o_r, m_r, o_k, S)
         b_to, b_from, b_late, b_early = 1.0, 1.0, 1.0, 1.0
         if S.HAS_DECAY:
-            b_to, b_from, b_late, b_early = chunk_factors(p_s, o_r, o_k, S.K, OWN, S.EXACT)
+            # Decays from the chunk's start to each row and on to its end; factors of level 2.
+            b_to, b_lead = lead_decay(p_s, o_r, o_k, S.K, OWN), load_sums(p_s, o_r, o_k, S.K)
+            b_from = tail_decay(p_s, b_lead, o_r, o_k, S.K, S.EXACT)
+            b_late = b_to * of_block(p_s, LATE, o_r, o_k, S.K)
+            b_early = b_from * of_block(p_s, EARLY, o_r, o_k, S.K)
+            b_to *= of_block(p_s, BEFORE, o_r, o_k, S.K)
+            b_from *= of_block(p_s, AFTER, o_r, o_k, S.K)
         store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S)
         b_s = product(b_x * b_late, b_y * b_early, b_s, S.PRECISION)
         if S.ERASE != "none":

@@ -92,22 +92,28 @@ def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
     return {name: ((*each, *shape), dtype) for name, (shape, dtype) in shapes.items()}
 
 
-def add_buffers(call: Call) -> None:
-    """Room for what the pairs of rows leave joins the namespace, unless it is there."""
-    for name, of in score_shapes(call.inputs, call.plan).items():
-        if call[name] is None:
-            call.values[name] = call.empty(*of)
-
-
 def new_sums(call: Call, *of: int) -> Tensor:
     """Room for the sums of decays of so many chunks and heads."""
     return call.empty((*of, ROWS.value, call.plan.sizes["K"]))
 
 
-def exact_scores(call: Call) -> None:
-    """Launch `exact_scores_kernel`, twice where the erase is free; it leaves the decays' sums."""
-    add_buffers(call)
+def scores(call: Call) -> None:
+    """Launch the kernels over pairs of rows, twice where the erase is free.
+
+    The exact ones alone leave the sums of decays.
+    """
+    for name, of in score_shapes(call.inputs, call.plan).items():
+        if call[name] is None:
+            call.values[name] = call.empty(*of)
     chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
+    if has_fast_form(call.inputs):
+        own = call.once(score_config, "fast_scores") | {"SHIFT": SHIFT, "RANGE": RANGE}
+        call.launch(fast_scores_kernel, (chunks * heads, 1, 1), own)
+        programs = min(PROGRAMS, chunks * heads)
+        # More channels at once would take too many registers around this kernel's loops.
+        own = call.once(score_config, "exact_scores", 16) | {"sums": new_sums(call, programs)}
+        call.launch(flagged_scores_kernel, (programs, 1, 1), own)
+        return
     if call.inputs.log_decay is not None:
         call.values["sums"] = new_sums(call, chunks, heads)
     config = call.once(score_config, "exact_scores")
@@ -116,62 +122,39 @@ def exact_scores(call: Call) -> None:
         call.launch(exact_scores_kernel, (chunks, heads, 1), own)
 
 
-def fast_scores(call: Call) -> None:
-    """Launch `fast_scores_kernel`, and after it the one for the rows that it flags."""
-    add_buffers(call)
-    heads = call.plan.chunks * call.plan.sizes["HV"]
-    own = call.once(score_config, "fast_scores") | {"SHIFT": SHIFT, "RANGE": RANGE}
-    call.launch(fast_scores_kernel, (heads, 1, 1), own)
-    programs = min(PROGRAMS, heads)
-    # More channels at once would take too many registers around this kernel's loops.
-    own = call.once(score_config, "exact_scores", 16) | {"sums": new_sums(call, programs)}
-    call.launch(flagged_scores_kernel, (programs, 1, 1), own)
-
-
-def scores(call: Call) -> None:
-    """Launch the kernels over pairs of rows."""
-    if has_fast_form(call.inputs):
-        fast_scores(call)
-    else:
-        exact_scores(call)
-
-
 def backward(call: Call) -> None:
     """The scan back over all chunks, and the gradients."""
     if has_fast_form(call.inputs):
-        decay_sums(call)
+        # What the gradients of flagged chunks need besides scores. Those have their decays already,
+        # the same but for rounding: forward and backward take that.
+        chunks, heads, key_size = call.plan.chunks, call.plan.sizes["HV"], call.plan.sizes["K"]
+        call.values |= {"sums": new_sums(call, chunks, heads)}
+        decay = call.empty((chunks, heads, key_size))
+        sums = {"chunk_decay": decay, "num_warps": 2, "num_stages": 1}
+        call.launch(decay_sums_kernel, chunk_grid(call, heads), sums)
     inputs, dtype = call.inputs, call.inputs.v.dtype
     states = call.plan.chunks, *inputs.state_shape[1:]
     errors = *states[:2], call.plan.sizes["BT"], states[2]
     own = {"d_states": call.empty(states, dtype), "d_errors": call.empty(errors, dtype)}
     if inputs.a is not None:
         own["d_values"] = call.empty(errors, dtype)
-    fused = call.once(fused_gradients)
+    fast = call.once(fastest_gradients)
     # Triton's gradients leave that by v themselves.
-    more = {"d_v": call["d_v"]} if fused else {}
+    more = {} if fast is fast_gradients else {"d_v": call["d_v"]}
     d_end = last_gradients(call) if call.plan.per_segment else call["d_final"]
     scan_back(call, own | more | {"d_final": d_end})
     call.values |= {"d_values": None, **own}
-    gradients(call, fused.launch if fused else fast_gradients)
+    gradients(call, fast)
 
 
-def fused_gradients(call: Call) -> Any:
-    """The module with the fast gradients as one kernel of roles, where that is faster."""
-    if not on_hopper(call.inputs.q):
-        return None
-    from deltarule.ops.delta_rule.gluon import channel_gradient_stage
+def fastest_gradients(call: Call) -> Callable[[Call], None]:
+    """The fast gradients, as one kernel of roles where that is faster."""
+    if on_hopper(call.inputs.q):
+        from deltarule.ops.delta_rule.gluon import gradient_stage
 
-    return channel_gradient_stage if channel_gradient_stage.takes(call) else None
-
-
-def decay_sums(call: Call) -> None:
-    """Launch `decay_sums_kernel`: what the gradients of flagged chunks need besides scores."""
-    chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
-    call.values |= {"sums": new_sums(call, chunks, heads)}
-    # The scores have theirs already, the same but for rounding: forward and backward take that.
-    decay = call.empty((chunks, heads, call.plan.sizes["K"]))
-    own = {"chunk_decay": decay, "num_warps": 2, "num_stages": 1}
-    call.launch(decay_sums_kernel, chunk_grid(call, heads), own)
+        if gradient_stage.takes_channels(call):
+            return gradient_stage.channel_gradients
+    return fast_gradients
 
 
 def gradients(call: Call, fast: Callable[[Call], None]) -> None:
@@ -215,34 +198,28 @@ made_once: dict[Hashable, Tensor] = {}
 
 def constant(q: Tensor, make: Callable[..., Tensor], *of: Hashable) -> Tensor:
     """make(*of) where q lies, the same in every call and kept for good."""
-    if (found := made_once.get((make, *of))) is None:
-        # Memory that a graph captures is valid in its replays alone, and cannot be kept.
-        if type(q) not in PLAIN or capturing():
-            return make(*of)
-        found = made_once.setdefault((make, *of), made_aside(q.device, make, *of))
-    if (tape := TAPE.get()) is not None:
-        tape.constants.append(found)
-    return found
-
-
-def made_aside(device: torch.device, make: Callable[..., Tensor], *of: Hashable) -> Tensor:
-    """make(*of), done for all streams and in memory that no graph calls its own.
-
-    A new thread is outside of the modes and the graphs that the call may be in.
-    """
 
     def made() -> Tensor:
-        if device.type != "cuda":
+        if q.device.type != "cuda":
             return make(*of)
-        stream, done = torch.cuda.Stream(device), torch.cuda.Event()
+        # Done for all streams.
+        stream, done = torch.cuda.Stream(q.device), torch.cuda.Event()
         with torch.cuda.stream(stream):
             found = make(*of)
         done.record(stream)
         done.synchronize()
         return found
 
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(made).result()
+    if (found := made_once.get((make, *of))) is None:
+        # Memory that a graph captures is valid in its replays alone, and cannot be kept.
+        if type(q) not in PLAIN or capturing():
+            return make(*of)
+        # A new thread is outside of the modes and the graphs that the call may be in.
+        with ThreadPoolExecutor(1) as thread:
+            found = made_once.setdefault((make, *of), thread.submit(made).result())
+    if (tape := TAPE.get()) is not None:
+        tape.constants.append(found)
+    return found
 
 
 def fast_config(call: Call) -> dict[str, Any]:

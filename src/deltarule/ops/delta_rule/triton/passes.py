@@ -20,7 +20,6 @@ from deltarule.ops.delta_rule.triton import channel_stages, plan, windows
 from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Layout, Plan, Shapes, gradients_of
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.scores import head_scores, score_shapes
-from deltarule.ops.delta_rule.triton.segment_ends import transitions_shape
 from deltarule.ops.delta_rule.triton.segments import first_states, last_gradients
 from deltarule.ops.delta_rule.triton.unit_norm import through_norm
 from deltarule.ops.delta_rule.triton.windows import Windows
@@ -150,25 +149,17 @@ def gradients(call: Call, cut: Windows | None) -> tuple[Tensor | None, ...]:
 def head_gradients(call: Call) -> None:
     """The scan back over all chunks, and their gradients; decay none or per head."""
     d_end = last_gradients(call) if call.plan.per_segment else call["d_final"]
-    if (whole := backward_that_pays(call)) is not None:
-        whole.backward(call, d_end)
-        return
+    # What is computed again takes the kernels of windows, so that a cut changes no bits.
+    if not call["again"] and call["join"] is None and plan.on_hopper(call.inputs.q):
+        from deltarule.ops.delta_rule.gluon import gradient_stage
+
+        if call.once(gradient_stage.takes_whole):
+            gradient_stage.backward(call, d_end)
+            return
     stage = gradients_of(call)
     own = call.room(stage.own_shapes, call.plan.chunks, False)
     scan_back(call, own | stage.room_in_gradients(call) | {"d_final": d_end})
     stage.add_gradients(call, own)
-
-
-def backward_that_pays(call: Call) -> Any:
-    """The module with the scan back and the gradients as one kernel, where it is faster.
-
-    What is computed again takes the kernels of windows, so that a cut changes no bits.
-    """
-    if call["again"] or call["join"] is not None or not plan.on_hopper(call.inputs.q):
-        return None
-    from deltarule.ops.delta_rule.gluon import backward_stage
-
-    return backward_stage if call.once(backward_stage.takes) else None
 
 
 def new_gradients(call: Call) -> None:
@@ -206,7 +197,11 @@ def kept_shapes(call: Call, save: bool) -> Shapes:
         kept = save and channel_stages.has_fast_form(inputs)
         shapes = channel_stages.score_shapes(inputs, planned) if kept else {}
     if planned.per_segment:
-        shapes["ends"] = transitions_shape(inputs, planned), torch.float32
+        _, heads, value_size, key_size = inputs.state_shape
+        # Of each segment V rows of S, then A (without an erase: its diagonal).
+        rows = value_size + (1 if inputs.erase == "none" else key_size)
+        ends = plan.stretches(inputs, planned), heads, rows, key_size
+        shapes["ends"] = ends, torch.float32
     if save:
         states = planned.chunks, *inputs.state_shape[1:]
         shapes["states"] = states, inputs.q.dtype
@@ -217,14 +212,14 @@ def kept_shapes(call: Call, save: bool) -> Shapes:
 
 
 def kept_layout(call: Call, save: bool) -> Layout:
-    return plan.layout(kept_shapes(call, save))
+    return Layout.of(kept_shapes(call, save))
 
 
 def keep(call: Call, save: bool, kept: Tensor | None = None) -> Tensor:
     """Have what a forward keeps join the namespace, from where it lies or in new memory."""
     places = call.once(kept_layout, save)
     kept = call.empty((places.elements,)) if kept is None else kept
-    call.values |= plan.views(kept, places)
+    call.values |= places.views(kept)
     return kept
 
 

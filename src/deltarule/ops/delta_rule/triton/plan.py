@@ -81,13 +81,27 @@ def plan_key(inputs: Inputs) -> Hashable:
 
 def new_plan(inputs: Inputs) -> Plan:
     heads, key_size, value_heads, value_size = *inputs.q.shape[2:], *inputs.v.shape[2:]
-    key = tile_sizes.tile_key(inputs)
+    key, per_segment = tile_sizes.tile_key(inputs), 0
     rows = tile_sizes.chunk_rows(key)
     size = rows // inputs.n_steps
     sizes = {"H": heads, "HV": value_heads, "K": key_size, "V": value_size, "CT": size, "BT": rows}
     reads, keys = tile_sizes.power_of_two(size), tile_sizes.power_of_two(key_size)
     sizes |= {"N_STEPS": inputs.n_steps, "BQ": reads, "BK": keys}
-    key, per_segment = tiled(inputs, key, size)
+    if not inputs.batch_invariant:
+        # Narrow tiles where those keep more multiprocessors busy; segments are worth more.
+        narrow = key._replace(narrow=True)
+        tile, half = (tile_sizes.configuration("next_state", x)["BV"] for x in (key, narrow))
+        per_segment, shorter = (chunks_per_segment(inputs, size, x) for x in (tile, half))
+        programs = inputs.sequences * value_heads * blocks(value_size, half)
+        at_once = programs <= multiprocessors(inputs.q.device)
+        worth = half < tile and at_once and (shorter or not per_segment)
+        if worth and on_hopper(inputs.q):
+            from deltarule.ops.delta_rule.gluon.gradient_stage import LEAST_WHOLE, can_whole
+
+            # Long segments in tiles of all values, which the whole backward needs, are faster.
+            long = per_segment >= LEAST_WHOLE and inputs.erase == "tied"
+            worth = not (long and can_whole(inputs, cut=True))
+        key, per_segment = (narrow, shorter) if worth else (key, per_segment)
     return Plan(key, numbers_of(inputs, size), sizes, per_segment)
 
 
@@ -134,57 +148,34 @@ def chunks_per_segment(inputs: Inputs, size: int, tile: int) -> int:
     return length if blocks(chunks, length) >= LEAST_SEGMENTS[erase] else 0
 
 
-def tiled(inputs: Inputs, key: TileKey, size: int) -> tuple[TileKey, int]:
-    """The key, narrow where that keeps more multiprocessors busy, and the chunks in a segment.
-
-    A function of shapes and the GPU alone. Segments are worth more than narrow tiles.
-    """
-    if inputs.batch_invariant:
-        return key, 0
-    narrow = key._replace(narrow=True)
-    tile, half = (tile_sizes.configuration("next_state", x)["BV"] for x in (key, narrow))
-    segment, shorter = (chunks_per_segment(inputs, size, rows) for rows in (tile, half))
-    sequences, heads, value_size, _ = inputs.state_shape
-    at_once = sequences * heads * blocks(value_size, half) <= multiprocessors(inputs.q.device)
-    worth = half < tile and at_once and (shorter or not segment)
-    if worth and on_hopper(inputs.q):
-        from deltarule.ops.delta_rule.gluon import backward_stage
-
-        worth = not backward_stage.gains_by_wide_tiles(inputs, segment)
-    return (narrow, shorter) if worth else (key, segment)
-
-
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 # Numbers of float32 to which buffers are aligned, as the copy engine needs.
 ALIGNED = 64
 
 
 class Layout(NamedTuple):
-    """Where buffers lie in one flat float32 tensor."""
+    """Where buffers lie one after the other in one flat float32 tensor."""
 
     elements: int
     dtypes: set[torch.dtype]
     # Name, type, shape, strides, and elements of that type before it.
     buffers: list[tuple[str, torch.dtype, tuple[int, ...], list[int], int]]
 
+    @classmethod
+    def of(cls, shapes: Shapes) -> "Layout":
+        buffers, start = [], 0
+        for name, (shape, dtype) in shapes.items():
+            strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+            buffers.append((name, dtype, shape, strides, start * 4 // dtype.itemsize))
+            start += blocks(math.prod(shape) * dtype.itemsize, 4 * ALIGNED) * ALIGNED
+        return cls(start, {dtype for _, dtype in shapes.values()}, buffers)
 
-def layout(shapes: Shapes) -> Layout:
-    """Place buffers of these shapes one after the other."""
-    buffers, start = [], 0
-    for name, (shape, dtype) in shapes.items():
-        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        buffers.append((name, dtype, shape, strides, start * 4 // dtype.itemsize))
-        start += blocks(math.prod(shape) * dtype.itemsize, 4 * ALIGNED) * ALIGNED
-    return Layout(start, {dtype for _, dtype in shapes.values()}, buffers)
-
-
-def views(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """Cut the buffers out of one float32 tensor."""
-    typed = {dtype: flat.view(dtype) for dtype in layout.dtypes}
-    return {
-        name: typed[dtype].as_strided(shape, strides, typed[dtype].storage_offset() + start)
-        for name, dtype, shape, strides, start in layout.buffers
-    }
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        typed = {dtype: flat.view(dtype) for dtype in self.dtypes}
+        return {
+            name: typed[dtype].as_strided(shape, strides, typed[dtype].storage_offset() + start)
+            for name, dtype, shape, strides, start in self.buffers
+        }
 
 
 def blocks(length: int, size: int) -> int:
@@ -281,20 +272,19 @@ class Call:
         asked, known = parameters(kernel, Sizes._fields)
         key = (id(kernel), *[(name, x) for name, x in own.items() if name in known])
         if (found := self.plan.made.get(key)) is None:
-            found = self.plan.made[key] = self.new_launch(kernel, fetched, own)
+            all_of_it = {**self.once(constants), **self.values, **own}
+            all_of_it["S"] = Sizes(*map(all_of_it.get, Sizes._fields))
+            if missing := {*asked, *known} - {*all_of_it, *CHOICES, *Sizes._fields}:
+                raise TypeError(
+                    f"a kernel asks for {sorted(missing)}, which this call does not have"
+                )
+            names = *kernel.arg_names[len(asked) :], *CHOICES
+            fixed = {name: all_of_it[name] for name in names if name in all_of_it}
+            tiles = fetched(all_of_it) if fetched and all_of_it["TMA"] else None
+            found = self.plan.made[key] = Launch(kernel, fixed, tiles)
         values = self.values
         given = tuple([own[name] if name in own else values[name] for name in asked])
         found(grid, *given)
-
-    def new_launch(self, kernel: Any, fetched: Fetches | None, own: Mapping[str, Any]) -> Launch:
-        asked, known = parameters(kernel, Sizes._fields)
-        values = {**self.once(constants), **self.values, **own}
-        values["S"] = Sizes(*map(values.get, Sizes._fields))
-        if missing := {*asked, *known} - {*values, *CHOICES, *Sizes._fields}:
-            raise TypeError(f"a kernel asks for {sorted(missing)}, which this call does not have")
-        given = *kernel.arg_names[len(asked) :], *CHOICES
-        found = {name: values[name] for name in given if name in values}
-        return Launch(kernel, found, fetched(values) if fetched and values["TMA"] else None)
 
 
 def constants(call: Call) -> dict[str, Any]:

@@ -42,7 +42,6 @@ from deltarule.ops.delta_rule.triton import plan, tiles
 from deltarule.ops.delta_rule.triton.channel_tiles import value_gradients
 from deltarule.ops.delta_rule.triton.fetched import backward_tiles, forward_tiles
 from deltarule.ops.delta_rule.triton.plan import TENSOR_MEMORY, WHOLE, Call, Window
-from deltarule.ops.delta_rule.triton.segment_ends import ends_configuration, store_ends
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture, configuration
 from deltarule.ops.delta_rule.triton.tiles import BETA, ERASE_ROW, READ, WRITE
 from deltarule.ops.runtime.places import place_of, stretch, window_bounds
@@ -135,6 +134,19 @@ def prediction_errors(b_u, b_v, b_s, b_e, x, i_slot, o_r, S: tl.constexpr):
     return tl.dot(b_low, tl.trans(b_n), acc=b_f, input_precision=S.PRECISION), b_beta
 
 
+@triton.jit
+def store_ends(ends, i_s, i_h, i_v, i_a, o_k, b_s, b_through, S: tl.constexpr):
+    """Rows of S, a tile of A (i_a >= 0), or its diagonal, of ends [slots, HV, V + K or 1, K]."""
+    ROWS: tl.constexpr = S.V + 1 if S.ERASE == "none" else S.V + S.K
+    o_end = tl.where(i_a < 0, i_v * S.BV, S.V + i_a * S.BV) + tl.arange(0, S.BV)
+    m_end, m_k = o_end < tl.where(i_a < 0, S.V, ROWS), (o_k < S.K)[None, :]
+    p_end = tiles.state_tile(ends, i_s, i_h, o_end, o_k, S.HV, S.K, ROWS)
+    tl.store(p_end, b_s, mask=m_end[:, None] & m_k)
+    if S.ERASE == "none":
+        p_end = tiles.state_tile(ends, i_s, i_h, S.V + tl.arange(0, 1), o_k, S.HV, S.K, ROWS)
+        tl.store(p_end, b_through, mask=(o_k < tl.where(i_v == 0, S.K, 0))[None, :])
+
+
 @triton.jit(do_not_specialize=["T", "N", "per_segment", "window", "per_window"])
 def next_state_kernel(
     q, k, v, erase, write, cu_seqlens, scores, value_scores, corrections, from_values, scalings,
@@ -213,7 +225,12 @@ def next_state_kernel(
     if S.SPLIT == "ends":
         store_ends(final_state, i_s, i_h, i_v, i_a, o_k, b_s, b_through, S)
     else:
-        tiles.store_final(final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, S)
+        # In any case that of a stretch's window, else that with which a sequence ends.
+        if S.WINDOW != "none":
+            i_n, last = i_s, True
+        m_s = (o_v < tl.where(last, S.V, 0))[:, None] & (o_k < S.K)[None, :]
+        p_s = tiles.state_tile(final_state, i_n, i_h, o_v, o_k, S.HV, S.K, S.V)
+        tl.store(p_s, b_s, mask=m_s)
 
 
 @triton.jit(do_not_specialize=["T", "N", "per_segment", "window", "per_window"])
@@ -310,7 +327,11 @@ LEFT_BACK: Buffers = dict.fromkeys(("d_states", "d_errors", "d_values", "d_v", "
 def scan_config(call: Call, name: str, ends: bool) -> dict[str, Any]:
     """The configuration of a scan, over whole sequences or segments."""
     config = configuration(name, call.plan.tile_key)
-    config = ends_configuration(config) if ends else config
+    if ends and config["BV"] >= 128:
+        # Without outputs tiles half as large need so little that several programs share a
+        # multiprocessor, and one computes while another waits; that takes the place of a stage.
+        halves = {name: config[name] // 2 for name in ("BV", "num_warps")}
+        config = config | halves | {"STAGES": max(config["STAGES"] - 1, 1)}
     full = plan.full_tiles(call.inputs, call.plan, config["BV"])
     # Where products end in tensor memory, Triton cannot hold a store of the copy engine back.
     stores = full and architecture(call.inputs.q.device) < TENSOR_MEMORY

@@ -14,8 +14,6 @@ None) where the kernels that follow take it. A program takes one chunk of one va
 takes the products of its key head again costs less than keeping them for the next.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -163,11 +161,7 @@ def head_scores(call: Call) -> None:
         grid = chunks, plan.blocks(heads, SUM_HEADS), 1
         call.launch(head_sums_kernel, grid, {"BH": SUM_HEADS, "num_warps": 2, "num_stages": 1})
     if call["scores"] is not None or call["scalings"] is not None:
-        config = call.once(pair_scores_config)
+        precision = plan.inverse_precision(call.inputs.q.dtype)
+        own = {"PRECISION": precision, "TMA": plan.full_tiles(call.inputs, call.plan, 1)}
+        config = configuration("pair_scores", call.plan.tile_key) | own
         call.launch(pair_scores_kernel, (chunks, heads, 1), config, score_tiles)
-
-
-def pair_scores_config(call: Call) -> dict[str, Any]:
-    precision = plan.inverse_precision(call.inputs.q.dtype)
-    own = {"PRECISION": precision, "TMA": plan.full_tiles(call.inputs, call.plan, 1)}
-    return configuration("pair_scores", call.plan.tile_key) | own

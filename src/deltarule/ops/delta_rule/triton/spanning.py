@@ -23,7 +23,8 @@ from deltarule.ops.delta_rule.triton.segments import leave_ends, leave_ends_back
 class Joint:
     """Where the segments of one call meet the other processes: forwards, or backwards.
 
-    `start` is the true states at the start of all sequences, once they are known.
+    `start` is the true states at the start of all sequences, once they are known. Without a `join`
+    there is no other process: its kernels are only compiled, and what comes of them is nobody's.
     """
 
     def __init__(self, join: Any, start: Tensor | None = None) -> None:
@@ -32,6 +33,8 @@ class Joint:
     def begin(self, call: Call) -> None:
         """Send what the segments leave of a zero state, and what they multiply one by."""
         leave_ends(call)
+        if self.join is None:
+            return
         rows, inputs, diagonal = call.inputs.v.shape[3], call.inputs, self.join.diagonal
         both = composed(self.segments(call, call["ends"], -1), rows, diagonal)
         end, transition = both[..., :rows, :], both[..., rows:, :]
@@ -41,6 +44,8 @@ class Joint:
 
     def states(self, call: Call) -> Tensor:
         """The true states at the start of all sequences."""
+        if self.join is None:
+            return call.empty(call.inputs.state_shape)
         if self.start is None:
             self.start = self.join.started(call.inputs)
         return self.start
@@ -48,6 +53,8 @@ class Joint:
     def begin_back(self, call: Call) -> None:
         """Send the gradient by the state before the first token here, as far as tokens here say."""
         self.d_ends = leave_ends_back(call)
+        if self.join is None:
+            return
         last = segment_starts(call, call["d_final"], self.d_ends, True)
         d_end, d_part, kept = (
             self.segments(call, x, 0)[:, 0] for x in (last, self.d_ends, call["ends"])
@@ -58,7 +65,8 @@ class Joint:
 
     def gradients(self, call: Call) -> Tensor:
         """The gradients by the states at the end of all sequences."""
-        return self.join.ended(call["d_final"])
+        d_final: Tensor = call["d_final"]
+        return d_final if self.join is None else self.join.ended(d_final)
 
     def segments(self, call: Call, ends: Tensor, sequence: int) -> Tensor:
         """[B, segments, HV, ...] of every row, or of the first (0) or last (-1) packed sequence."""
@@ -142,32 +150,12 @@ def backward_stages(
     return passes.gradients(call, cut)
 
 
-class Alone(Joint):
-    """Stands for the meeting while kernels are only compiled."""
-
-    def begin(self, call: Call) -> None:
-        """Launch what comes before it."""
-        leave_ends(call)
-
-    def states(self, call: Call) -> Tensor:
-        """Any."""
-        return call.empty(call.inputs.state_shape)
-
-    def begin_back(self, call: Call) -> None:
-        """Launch what comes before it."""
-        self.d_ends = leave_ends_back(call)
-
-    def gradients(self, call: Call) -> Tensor:
-        """Any."""
-        return self.d_ends.new_empty(call.inputs.state_shape)
-
-
 def all_kernels(inputs: Inputs, save: bool) -> None:
     """The kernels of the forward and, where it saves for one, of the backward."""
-    o, final, kept = forward_stages(inputs, save, Alone(None))()
+    o, final, kept = forward_stages(inputs, save, Joint(None))()
     if save:
         like = torch.empty_like(o), torch.empty_like(final)
-        backward_stages(passes.call_back(inputs, split(inputs)), *like, kept, Alone(None))()
+        backward_stages(passes.call_back(inputs, split(inputs)), *like, kept, Joint(None))()
 
 
 compile_kernels = passes.compiled_first(all_kernels)

@@ -175,15 +175,6 @@ def boundary_state(x, i_s, i_n, i_h, o_v, o_k, at_boundary, S: tl.constexpr):
 
 
 @triton.jit
-def store_final(final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, S: tl.constexpr):
-    """The state that a sequence ends with (last), or in any case that of a stretch's window."""
-    if S.WINDOW != "none":
-        i_n, last = i_s, True
-    m_s = (o_v < tl.where(last, S.V, 0))[:, None] & (o_k < S.K)[None, :]
-    tl.store(state_tile(final_state, i_n, i_h, o_v, o_k, S.HV, S.K, S.V), b_s, mask=m_s)
-
-
-@triton.jit
 def row_scaling(x, i_slot, which: tl.constexpr, b_none, o_r, HAS: tl.constexpr, S: tl.constexpr):
     """One scaling of a chunk's rows, or b_none where there is none."""
     return tl.load(x + (i_slot * SCALINGS + which) * S.BT + o_r) if HAS else b_none
@@ -291,8 +282,19 @@ def correction(b_m, b_beta, BT: tl.constexpr, PRECISION: tl.constexpr):
     Blocks of 16 rows are found first, each in one warp, which waits for no other: N_16 on the
     diagonal, where N_16 Diag(beta) = R_16 - I. float16 serves where inputs have fewer digits.
     """
-    b_x = block_corrections(blocks_on_diagonal(b_m, BT), b_beta, PRECISION)
-    b_x = repeated_blocks(b_x, BT)
+    # The blocks [BT / 16, 16, 16] on the diagonal, which hold -M, and then N of each.
+    o_b = tl.arange(0, BT // 16)
+    same = (o_b[:, None] == o_b[None, :])[:, None, :, None]
+    b_x = tl.reshape(b_m, [BT // 16, 16, BT // 16, 16])
+    b_x = tl.sum(tl.where(same, b_x, 0.0), axis=2)
+    difference = (tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :])[None]
+    b_of_block = tl.reshape(b_beta, [BT // 16, 1, 16])
+    for level in tl.static_range(4):
+        b_factor = tl.where(difference >> level == 1, b_of_block, 0.0)
+        b_x = times(b_x * b_factor, b_x, b_x, PRECISION)
+    # Each block all along its rows.
+    b_x = tl.broadcast_to(b_x[:, :, None, :], [BT // 16, 16, BT // 16, 16])
+    b_x = tl.reshape(b_x, [BT, BT])
     difference = tl.arange(0, BT)[:, None] ^ tl.arange(0, BT)[None, :]
     # Zeros, in the registers in which b_m lies: so the blocks need no way through memory.
     b_zeros = tl.where(difference < BT, 0.0, b_m)
@@ -304,33 +306,6 @@ def correction(b_m, b_beta, BT: tl.constexpr, PRECISION: tl.constexpr):
             b_factor = tl.where(difference >> level == 1, b_beta[None, :], 0.0)
             b_n = times(b_n * b_factor, b_n, b_n, PRECISION)
     return b_n
-
-
-@triton.jit
-def block_corrections(b_n, b_beta, PRECISION: tl.constexpr):
-    """N of each block of b_n [blocks, 16, 16], which holds -M."""
-    difference = (tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :])[None]
-    b_beta = tl.reshape(b_beta, [b_beta.shape[0] // 16, 1, 16])
-    for level in tl.static_range(4):
-        b_factor = tl.where(difference >> level == 1, b_beta, 0.0)
-        b_n = times(b_n * b_factor, b_n, b_n, PRECISION)
-    return b_n
-
-
-@triton.jit
-def blocks_on_diagonal(b_x, BT: tl.constexpr):
-    """The blocks [BT / 16, 16, 16] on the diagonal of b_x [BT, BT]."""
-    o_b = tl.arange(0, BT // 16)
-    same = (o_b[:, None] == o_b[None, :])[:, None, :, None]
-    b_x = tl.reshape(b_x, [BT // 16, 16, BT // 16, 16])
-    return tl.sum(tl.where(same, b_x, 0.0), axis=2)
-
-
-@triton.jit
-def repeated_blocks(b_x, BT: tl.constexpr):
-    """The matrix [BT, BT] whose rows of 16 repeat a block of b_x [BT / 16, 16, 16]."""
-    b_x = tl.broadcast_to(b_x[:, :, None, :], [BT // 16, 16, BT // 16, 16])
-    return tl.reshape(b_x, [BT, BT])
 
 
 @triton.jit

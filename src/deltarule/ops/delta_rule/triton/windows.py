@@ -16,7 +16,6 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.gradients import slices
@@ -81,20 +80,15 @@ def stretches_of(inputs: Inputs, plan: Plan) -> tuple[str, int, int]:
     return "stretch", -(-inputs.q.shape[1] // plan.sizes["CT"]), count
 
 
-def window_starts(call: Call, cut: Windows) -> list[Tensor | None]:
-    """The states at the windows' starts, one tensor of all stretches for each window."""
+def backward(call: Call, cut: Windows) -> None:
+    """The backward of passes.py, window by window, which computes S and E again."""
+    # The states at the windows' starts, one tensor of all stretches for each window.
     starts = [first_states(call) if call.plan.per_segment else call.inputs.initial_state]
     for number in range(cut.parts - 1):
         end = call.empty((stretches(call.inputs, call.plan), *call.inputs.state_shape[1:]))
-        own = {"initial_state": starts[-1], "final_state": end}
-        scan_through(call, own, cut.window(number))
+        around = {"initial_state": starts[-1], "final_state": end}
+        scan_through(call, around, cut.window(number))
         starts.append(end)
-    return starts
-
-
-def backward(call: Call, cut: Windows) -> None:
-    """The backward of passes.py, window by window, which computes S and E again."""
-    starts = window_starts(call, cut)
     d_end, carry = call["d_final"], call["d_initial"]
     if call.plan.per_segment:
         d_end = carry = last_gradients(call)
