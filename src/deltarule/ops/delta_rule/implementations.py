@@ -75,7 +75,6 @@ def why_not_triton(call: Request) -> str | None:
 
 @constant_when_compiled
 def refusal_of(name: str) -> str | None:
-    """The reason against one configuration, from the file of this machine."""
     if (error := failures().get(name)) is None:
         return None
     return (

@@ -103,7 +103,6 @@ def eager_key(
 def repeated(
     key: CallKey, tensors: Sequence[Any], options: tuple[Any, ...]
 ) -> RecurrentOutput | None:
-    """The outputs of one more call of the key, where its launches are known."""
     recording = recordings.get(key.key)
     if recording is None or recording is ONCE:
         return None

@@ -61,7 +61,6 @@ def new_tiles(
     dtype: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
     QUERIES: gl.constexpr, TIED: gl.constexpr, SAVE: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory for all tiles."""
     SQUARE: gl.constexpr = square()
     q = gl.allocate_shared_memory(dtype, [SLOTS, QUERIES, K], SQUARE)
     k = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
@@ -96,7 +95,6 @@ def new_tiles(
 
 @gluon.jit
 def new_barriers(PARTS: gl.constexpr, SLOTS: gl.constexpr, TIED: gl.constexpr):
-    """All barriers: a slot is full with its tiles and its gates."""
     full, empty = new_barrier(SLOTS, 2), new_barrier(SLOTS, PARTS)
     scored = new_barrier(SLOTS, 1)
     paired = new_barrier(PAIR_SLOTS, PARTS) if TIED else scored

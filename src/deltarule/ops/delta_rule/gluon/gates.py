@@ -48,7 +48,6 @@ RESET = gl.constexpr(-127.0)
 
 @gluon.jit
 def add(a, b):
-    """For sums that run."""
     return a + b
 
 

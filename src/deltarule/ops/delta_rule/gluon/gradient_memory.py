@@ -221,7 +221,6 @@ def places_of_rows(tiles, row, at, work, there, LAYOUT: gl.constexpr, FORM: gl.c
 
 @gluon.jit
 def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
-    """Shared memory for all tiles."""
     SQUARE: gl.constexpr = square()
     d_o = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
     errors = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
@@ -326,14 +325,12 @@ def load(x, row, column, rows, full, tile, ENDS: gl.constexpr):
 
 @gluon.jit
 def load_state(x, row, full, tile):
-    """A state from a row on."""
     place = place_of_rows(x, row, tile.shape[0])
     tma.async_copy_global_to_shared(x, place, full, framed(tile, x))
 
 
 @gluon.jit
 def store(x, row, column, rows, tile, ENDS: gl.constexpr):
-    """A tile to where it is in x; so many rows of it are somebody's."""
     place = place_of_chunk(x, row, column, rows, tile.shape[1], ENDS)
     tma.async_copy_shared_to_global(x, place, framed(tile, x))
 

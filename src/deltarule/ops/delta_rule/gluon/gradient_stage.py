@@ -58,7 +58,6 @@ LEAST_WHOLE = 64
 
 
 def can(inputs: Inputs) -> bool:
-    """Whether the first can on any GPU."""
     keys, values = padded(inputs)
     return (
         inputs.q.dtype == torch.bfloat16 and keys == values and keys in SIZES
@@ -94,7 +93,6 @@ def runs(call: Call) -> bool:
 
 
 def takes_channels(call: Call) -> bool:
-    """Whether the second does."""
     return stage.TRAINING and can_by_channel(call.inputs) and has_pairs(call)
 
 
@@ -104,7 +102,6 @@ def has_pairs(call: Call) -> bool:
 
 
 def takes_whole(call: Call) -> bool:
-    """Whether the third does."""
     inputs, cut = call.inputs, call.plan.per_segment > 0
     if not runs(call) or not can_whole(inputs, cut):
         return False
@@ -259,7 +256,6 @@ def channel_launch(call: Call) -> Launch:
 
 
 def offsets(inputs: Inputs) -> tuple[Tensor | None, int | None]:
-    """Those of packed sequences, and how many there are."""
     packed = inputs.cu_seqlens is not None
     return inputs.cu_seqlens, inputs.sequences if packed else None
 

@@ -51,7 +51,6 @@ LONG_AFTER = gl.constexpr(-1e30)
 
 @gluon.jit
 def factor_role(shared, scalings, norms, scale, FORM: gl.constexpr):
-    """One warp: the factors of the rows of every value head."""
     _, _, work = shared
     done = 0
     for n in range(work.count * FORM.GROUP):
@@ -63,7 +62,6 @@ def factor_role(shared, scalings, norms, scale, FORM: gl.constexpr):
 
 @gluon.jit
 def leave_factors(shared, scalings, norms, scale, at, n, FORM: gl.constexpr):
-    """Those of the n-th value head that has tokens."""
     tiles, barriers, work = shared
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, CHUNK, LAYOUT)
@@ -137,7 +135,6 @@ def decay_role(shared, of, FORM: gl.constexpr):
 
 @gluon.jit
 def leave_decay_gradients(shared, of, at, n, FORM: gl.constexpr):
-    """That of the n-th value head that has tokens."""
     tiles, barriers, work = shared
     LINE: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, CHUNK, LINE)
@@ -228,7 +225,6 @@ def leave_pairs(tiles, row, gp, gm, TIED: gl.constexpr, DECAY: gl.constexpr):
 
 @gluon.jit
 def row_factor(tiles, row, LAYOUT: gl.constexpr):
-    """A row of the factors, for the rows of a tile."""
     return tiles.factors.index(row).load(gl.SliceLayout(1, LAYOUT))[:, None]
 
 
@@ -280,7 +276,6 @@ def leave_values(tiles, barriers, x, row, slot, V: gl.constexpr):
 
 @gluon.jit
 def compute_role(shared, d_beta, places, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
-    """8 warps: everything but what moves tiles."""
     tiles, barriers, work = shared
     ACROSS: gl.constexpr = halves(K)
     keys = gl.zeros([CHUNK, K], gl.float32, ACROSS)

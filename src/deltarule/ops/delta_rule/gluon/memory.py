@@ -131,7 +131,6 @@ def product(columns: int) -> Any:
 
 @gluon.jit
 def new_barrier(number: gl.constexpr, count: gl.constexpr):
-    """Barriers that wait for so many arrivals each."""
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
         mbarrier.init(barriers.index(i), count=count)

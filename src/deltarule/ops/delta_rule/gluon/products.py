@@ -77,13 +77,11 @@ class GradientPlaces(NamedTuple):
 
 @triton.constexpr_function
 def lanes(columns: int) -> Any:
-    """64 rows of so many columns in tensor memory."""
     return TensorMemoryLayout([64, columns], 1)
 
 
 @gluon.jit
 def room_for(dtype: gl.constexpr, COLUMNS: gl.constexpr):
-    """Room for a sum, or for a left operand of 16 bits."""
     return allocate_tensor_memory(dtype, [CHUNK, COLUMNS], lanes(COLUMNS))
 
 
@@ -115,7 +113,6 @@ def state_places(
 
 @gluon.jit
 def score_places(QUERIES: gl.constexpr, TIED: gl.constexpr, TENSOR: gl.constexpr):
-    """The score role's."""
     found = ScorePlaces(0, 0, 0, 0, 0)
     if TENSOR:
         pairs, rows, has_16, has_32 = room_for(gl.float32, CHUNK if TIED else QUERIES), 0, 0, 0
@@ -127,7 +124,6 @@ def score_places(QUERIES: gl.constexpr, TIED: gl.constexpr, TENSOR: gl.constexpr
 
 @gluon.jit
 def gradient_places(K: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr, TENSOR: gl.constexpr):
-    """Of the role that computes gradients."""
     found = GradientPlaces(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     if TENSOR:
         erase_pairs, held, erased = 0, 0, 0
@@ -191,7 +187,6 @@ def put(place, x):
 
 @gluon.jit
 def operand(place, x, LAYOUT: gl.constexpr):
-    """x as a left operand."""
     if isinstance(place, tensor_memory_descriptor):
         place.store(x)
         found = place

@@ -193,5 +193,4 @@ def leave_blocks(tiles, slot, kk, FORM: gl.constexpr):
 
 @gluon.jit
 def of_blocks(tiles, gate, LAYOUT: gl.constexpr):
-    """A gate of the tokens of the blocks, [block, token]."""
     return tiles.gates.index(gate).reshape([BLOCKS, BLOCK]).load(LAYOUT)

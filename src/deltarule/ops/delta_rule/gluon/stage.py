@@ -71,7 +71,6 @@ NORM_ROWS = 32
 
 
 def why_not(inputs: Inputs) -> str | None:
-    """Why the fused kernel cannot run this, or None."""
     device = inputs.q.device
     if device.type != "cuda":
         return f"the fused kernel needs CUDA tensors, and q is on {device}"
@@ -227,7 +226,6 @@ class FusedLaunch(Launch):
 
 
 def forward_launch(call: Call, save: bool) -> Launch:
-    """`forward_kernel` with its constants."""
     inputs = call.inputs
     _, tokens, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
@@ -313,7 +311,6 @@ def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def forward_of(inputs: Inputs) -> Outputs:
-    """The fused kernel, wherever it can run."""
     parts = in_parts(contiguous(inputs))
     return forward(Call(parts, make_plan(parts), inputs))
 

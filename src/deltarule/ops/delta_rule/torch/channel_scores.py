@@ -55,7 +55,6 @@ class ChannelPairs(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Tokens in a leaf and in a chunk."""
         leaf = self.leaf.shape[-2]
         return leaf, leaf * self.leaf.shape[-4]
 

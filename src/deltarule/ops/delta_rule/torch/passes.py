@@ -350,7 +350,6 @@ def bunched(chunks: Chunks, window: Window) -> list[list[int]]:
 
 
 def runs_unerased(chunks: Chunks) -> bool:
-    """Whether nothing is erased, and all channels decay alike if they do."""
     by_channel = chunks.log_decay is not None and chunks.log_decay.shape[-1] > 1
     one_write = chunks.k.shape[-2] == chunks.q.shape[-2]
     return chunks.beta is None and chunks.a is None and one_write and not by_channel

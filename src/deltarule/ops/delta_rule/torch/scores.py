@@ -99,7 +99,6 @@ class Decay(NamedTuple):
 
 
 def decay_backward(d: Decay, size: int) -> Tensor | None:
-    """Gradient by log_decay [.., C, D] of gradients by all exponents."""
     parts = []
     if d.start is not None:
         parts.append(reverse_cumsum(d.start))
@@ -181,7 +180,6 @@ class Rows(NamedTuple):
 def scale_backward(
     d_scaled: Tensor, scaled: Tensor, x: Tensor, factor: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients by x and by the exponent of the factor."""
     dx = scale(d_scaled, factor).sum_to_size(x.shape)
     return dx, None if factor is None else exponent_gradient(d_scaled, scaled, factor)
 
@@ -362,7 +360,6 @@ def free_backward(
 
 
 def _inverse(lower: Tensor) -> Tensor:
-    """(I + lower)^-1 for a strictly lower triangular matrix."""
     identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
     return torch.linalg.solve_triangular(
         lower, identity.expand_as(lower), upper=False, unitriangular=True
@@ -396,7 +393,6 @@ def queries_backward(
     keys: list[Tensor],
     decay: Decay,
 ) -> tuple[Tensor, list[Tensor], Decay]:
-    """Gradients by q, the keys of each write, and the decay's exponents."""
     dq, d_start = chunk.rows.backward(d_o, states, q, decay.start)
     d_keys: list[Tensor] = []
     d_between: Pairs | None = None

@@ -36,7 +36,6 @@ LEAST, TAILS = tl.constexpr(80), tl.constexpr(84)
 
 @triton.jit
 def decays_of(g, first, i_h):
-    """Address of the log decays of a chunk and head."""
     return g.log_decay + first // g.T * g.s_decay_b + first % g.T * g.s_decay_t + i_h * g.s_decay_h
 
 
@@ -51,7 +50,6 @@ def channel_log_decay(p_g, o_r, rows, o_k, g, S: tl.constexpr):
 
 @triton.jit
 def load_sums(p_s, o_r, o_k, K: tl.constexpr):
-    """Rows o_r of a chunk's sums."""
     o_s = o_r[:, None] * K + o_k[None, :]
     if K == 1:
         # A thread would read along the rows: the assembler then loses addresses of operands.
@@ -161,7 +159,6 @@ def rounded(b_x, PRECISION: tl.constexpr):
 
 @triton.jit
 def sums_of_chunk(i_m, i_h, first, rows, g, chunk_decay, sums, S: tl.constexpr):
-    """What `decay_sums_kernel` does with one chunk of one value head."""
     p_g = decays_of(g, first, i_h)
     i_slot = i_m.to(tl.int64) * S.HV + i_h
     p_s = sums + i_slot * ROWS * S.K

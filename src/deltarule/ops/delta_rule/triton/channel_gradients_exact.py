@@ -236,7 +236,6 @@ def gradients_without_decay(p_g, e, d, S: tl.constexpr):
 def pairs_of_chunk(
     i_m, i_h, first, rows, x, g, d_values, pairs, d_v, d_beta, scale, S: tl.constexpr
 ):
-    """What `pair_gradients_kernel` does with one chunk of one value head."""
     i_slot = i_m.to(tl.int64) * S.HV + i_h
     o_r = tl.arange(0, S.BT)
     o_i, o_j, m_r = o_r[:, None], o_r[None, :], o_r < rows
@@ -319,7 +318,6 @@ def state_gradients(x, i_slot, first, i_h, o_r, m_r, o_k, S: tl.constexpr):
 
 @triton.jit
 def channel_tile(i, x, y, g, norms, i_m, i_key, i_k, first, rows, below_bar, S: tl.constexpr):
-    """Gradients by the channels from i_k on."""
     FREE: tl.constexpr = S.ERASE == "free"
     COUNT: tl.constexpr = 4 if FREE else 2 if S.ERASE == "tied" else 1
     o_r, o_k = tl.arange(0, S.BT), i_k + tl.arange(0, S.BC)
@@ -397,7 +395,6 @@ def channel_tile(i, x, y, g, norms, i_m, i_key, i_k, first, rows, below_bar, S: 
 
 @triton.jit
 def gradients_of_chunk(i_m, i_key, first, rows, i, x, y, g, S: tl.constexpr):
-    """What `exact_gradients_kernel` does with one chunk of one key head."""
     o_r = tl.arange(0, S.BT)
     m_r = o_r < rows
     o_t, m_q = o_r // S.N_STEPS, m_r & (o_r % S.N_STEPS == S.N_STEPS - 1)

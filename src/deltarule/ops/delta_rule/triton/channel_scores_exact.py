@@ -117,7 +117,6 @@ def rows_and_columns(e, o_r, m_r, o_k, S: tl.constexpr):
 
 @triton.jit
 def store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S: tl.constexpr):
-    """Write the decayed rows that this launch is for."""
     m_all, m_new = o_r < S.BT, o_r >= start
     if S.ERASING_ROWS:
         store_channels(y.erase, i_slot, o_r, o_k, b_x * b_to, S.BT, S.K, m_new)

@@ -59,13 +59,11 @@ def chunk_grid(call: Call, heads: int) -> Grid:
 
 
 def channel_config(call: Call, name: str, most: int | None = None) -> dict[str, Any]:
-    """The configuration of a kernel that takes at most `most` channels at once."""
     config = configuration(name, call.plan.tile_key)
     return config | {"BC": min(call.plan.sizes["BK"], config["BC"], most or config["BC"])}
 
 
 def score_config(call: Call, name: str, most: int | None = None) -> dict[str, Any]:
-    """Configuration of a kernel of scores, whose products have a precision of their own."""
     # A tf32 number has no more digits than a float16 one: rounding to it would show.
     precision = "tf32" if call.inputs.q.dtype == torch.bfloat16 else "tf32x3"
     return channel_config(call, name, most) | {"PRECISION": precision}
@@ -93,7 +91,6 @@ def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
 
 
 def new_sums(call: Call, *of: int) -> Tensor:
-    """Room for the sums of decays of so many chunks and heads."""
     return call.empty((*of, ROWS.value, call.plan.sizes["K"]))
 
 
@@ -123,7 +120,6 @@ def scores(call: Call) -> None:
 
 
 def backward(call: Call) -> None:
-    """The scan back over all chunks, and the gradients."""
     if has_fast_form(call.inputs):
         # What the gradients of flagged chunks need besides scores. Those have their decays already,
         # the same but for rounding: forward and backward take that.

@@ -15,7 +15,6 @@ Gates = namedtuple(
 
 @triton.jit
 def load_beta(g, first, i_h, o_r, m_r, S: tl.constexpr):
-    """beta of the rows o_r of a chunk."""
     p_beta = g.beta + first // g.T * g.s_beta_b + first % g.T * S.N_STEPS * g.s_beta_t
     p_beta += i_h * g.s_beta_h
     return tl.load(p_beta + o_r * g.s_beta_t, mask=m_r, other=0.0).to(tl.float32)
@@ -45,7 +44,6 @@ def inverse_norms(
 
 @triton.jit
 def store_channels(x, i_slot, o_r, o_k, b_x, ROWS: tl.constexpr, K: tl.constexpr, m_r):
-    """Write rows o_r of a chunk's tile of a tensor [M, HV, ROWS, K]."""
     store_rows(x + i_slot * ROWS * K, b_x, o_r, m_r, o_k, K, K)
 
 

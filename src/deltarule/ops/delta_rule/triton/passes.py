@@ -57,7 +57,6 @@ def compiled_first(run: Callable[..., object]) -> Callable[..., None]:
 
 
 def all_kernels(inputs: Inputs, save: bool) -> None:
-    """The kernels of the forward and, where it saves for one, of the backward."""
     kept = forward_stages.run(inputs, save)[2]
     if save:
         d_o = inputs.v.new_empty(inputs.output_shape)
@@ -67,7 +66,6 @@ def all_kernels(inputs: Inputs, save: bool) -> None:
 
 @partial(Recorded, first=compiled_first(all_kernels))
 def forward_stages(inputs: Inputs, save: bool) -> Outputs:
-    """The kernels of the forward, which write nothing but memory of the call."""
     call = call_of(contiguous(inputs), save)
     fused = fused_stage(inputs)
     whole = fused is not None and fused.pays(call.inputs, call.plan, save)
@@ -131,7 +129,6 @@ def begin_back(
 
 
 def gradients(call: Call, cut: Windows | None) -> tuple[Tensor | None, ...]:
-    """The rest of a backward: gradients by the eight tensors from q to initial_state."""
     new_gradients(call)
     if call.inputs.by_channel:
         channel_stages.backward(call)
@@ -147,7 +144,6 @@ def gradients(call: Call, cut: Windows | None) -> tuple[Tensor | None, ...]:
 
 
 def head_gradients(call: Call) -> None:
-    """The scan back over all chunks, and their gradients; decay none or per head."""
     d_end = last_gradients(call) if call.plan.per_segment else call["d_final"]
     # What is computed again takes the kernels of windows, so that a cut changes no bits.
     if not call["again"] and call["join"] is None and plan.on_hopper(call.inputs.q):
@@ -172,7 +168,6 @@ def new_gradients(call: Call) -> None:
 
 
 def scores(call: Call) -> None:
-    """Launch the kernels over pairs of rows: scores, corrections and scalings."""
     stage = channel_stages.scores if call.inputs.by_channel else head_scores
     stage(call)
 
@@ -224,7 +219,6 @@ def keep(call: Call, save: bool, kept: Tensor | None = None) -> Tensor:
 
 
 def saved_shape(inputs: Inputs) -> tuple[int, ...]:
-    """The shape of what a forward saves: one flat float32 tensor."""
     return (kept_layout(call_of(inputs, True), True).elements,)
 
 

@@ -325,7 +325,6 @@ LEFT_BACK: Buffers = dict.fromkeys(("d_states", "d_errors", "d_values", "d_v", "
 
 
 def scan_config(call: Call, name: str, ends: bool) -> dict[str, Any]:
-    """The configuration of a scan, over whole sequences or segments."""
     config = configuration(name, call.plan.tile_key)
     if ends and config["BV"] >= 128:
         # Without outputs tiles half as large need so little that several programs share a

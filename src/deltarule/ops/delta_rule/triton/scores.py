@@ -127,7 +127,6 @@ def pair_scores_kernel(
 
 
 def score_shapes(inputs: Inputs, planned: Plan) -> Shapes:
-    """What the pairs of rows of every chunk leave; decay none or per head."""
     sizes, dtype = planned.sizes, inputs.q.dtype
     chunks, rows = (planned.chunks, sizes["HV"] // inputs.per_gate), sizes["BT"]
     tied, scaled = inputs.beta is not None, inputs.log_decay is not None or inputs.normalize_qk

@@ -106,7 +106,6 @@ def first_states(call: Call) -> Tensor:
 
 
 def leave_ends_back(call: Call) -> Tensor:
-    """The gradients by the states at the segments' starts."""
     d_ends = call.empty((len(call["ends"]), *call.inputs.state_shape[1:]))
     d_final = None if call["join"] else call["d_final"]
     scan_back(call, {"d_final": d_final, "d_initial": d_ends}, ends=True)
@@ -114,7 +113,6 @@ def leave_ends_back(call: Call) -> Tensor:
 
 
 def last_gradients(call: Call) -> Tensor:
-    """The gradients by the states at the segments' ends."""
     if join := call["join"]:
         return segment_starts(call, join.gradients(call), join.d_ends, True)
     return segment_starts(call, call["d_final"], leave_ends_back(call), True)

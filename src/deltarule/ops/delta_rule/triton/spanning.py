@@ -43,7 +43,6 @@ class Joint:
         self.join.begin(end, transition)
 
     def states(self, call: Call) -> Tensor:
-        """The true states at the start of all sequences."""
         if self.join is None:
             return call.empty(call.inputs.state_shape)
         if self.start is None:
@@ -120,7 +119,6 @@ def forward(inputs: Inputs, save: bool, join: Any, ends: Any) -> Halves[Any]:
 def forward_stages(
     inputs: Inputs, save: bool, joint: "Joint"
 ) -> Halves[tuple[Any, Tensor, Tensor]]:
-    """The kernels of the forward, with a meeting half way."""
     call = Call(inputs, split(inputs))
     call.values["join"] = joint
     kept = passes.keep(call, save)
@@ -143,7 +141,6 @@ def backward(
 def backward_stages(
     call: Call, d_o: Tensor, d_final: Tensor, saved: Tensor, joint: "Joint"
 ) -> Halves[tuple[Tensor | None, ...]]:
-    """The kernels of the backward, with a meeting half way."""
     cut = passes.begin_back(call, d_o, d_final, saved, joint)
     joint.begin_back(call)
     yield
@@ -151,7 +148,6 @@ def backward_stages(
 
 
 def all_kernels(inputs: Inputs, save: bool) -> None:
-    """The kernels of the forward and, where it saves for one, of the backward."""
     o, final, kept = forward_stages(inputs, save, Joint(None))()
     if save:
         like = torch.empty_like(o), torch.empty_like(final)

@@ -29,7 +29,6 @@ Sizes = namedtuple(
 
 @triton.jit
 def state_tile(x, i_n, i_h, o_v, o_k, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    """Addresses of the rows o_v of one head's state in x [N, HV, V, K]."""
     return x + ((i_n.to(tl.int64) * HV + i_h) * V + o_v[:, None]) * K + o_k[None, :]
 
 
@@ -83,7 +82,6 @@ def load_tile(
 
 @triton.jit
 def load_rows(x, o_r, m_r, o_c, C: tl.constexpr, stride, WHOLE: tl.constexpr):
-    """Rows o_r and columns o_c of a tensor that has C columns; zeros outside."""
     p_x = x + o_r[:, None] * stride + o_c[None, :]
     if WHOLE:
         b_x = tl.load(p_x, mask=m_r[:, None], other=0.0)
@@ -128,7 +126,6 @@ def load_keys(x, decayed, row, i_slot, i_key, o_r, m_r, o_k, ROWS: tl.constexpr,
 
 @triton.jit
 def load_scaling(scalings, i_slot, which: tl.constexpr, o_r, S: tl.constexpr):
-    """One scaling of a chunk's rows, as [1, rows]."""
     if S.TMA:
         b_x = scalings.load([(i_slot * SCALINGS + which).to(tl.int32), 0])
     else:

@@ -23,7 +23,6 @@ def unit_norm_gradients_kernel(x, d_x, rows, S: tl.constexpr):
 
 
 def through_norm(call: Call) -> None:
-    """Launch `unit_norm_gradients_kernel` on those by q and by k."""
     options = {"ROWS": NORM_ROWS, "num_warps": 4, "num_stages": 1}
     for name in ("q", "k"):
         rows = call[name].numel() // call.plan.sizes["K"]

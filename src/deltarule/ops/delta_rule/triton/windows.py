@@ -81,7 +81,6 @@ def stretches_of(inputs: Inputs, plan: Plan) -> tuple[str, int, int]:
 
 
 def backward(call: Call, cut: Windows) -> None:
-    """The backward of passes.py, window by window, which computes S and E again."""
     # The states at the windows' starts, one tensor of all stretches for each window.
     starts = [first_states(call) if call.plan.per_segment else call.inputs.initial_state]
     for number in range(cut.parts - 1):
