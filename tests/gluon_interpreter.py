@@ -13,7 +13,7 @@ import operator
 import random
 import threading
 from collections.abc import Callable
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -630,6 +630,9 @@ def interpreted(kernel: Any, machine: Machine, known: dict[Any, Any] | None = No
             names[name] = interpreted(x, machine, known)
         elif isinstance(x, gl.constexpr):
             names[name] = x.value
+        elif isinstance(x, ModuleType):
+            constants = {n: y.value for n, y in vars(x).items() if isinstance(y, gl.constexpr)}
+            names[name] = SimpleNamespace(**constants)
         elif type(x).__name__ == "ConstexprFunction":
             names[name] = x.fn
         elif isinstance(x, type):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deltarule import RecurrentOutput, delta_rule, dplr, pack
 from deltarule.doctor import chunked
+from deltarule.ops.delta_rule import definition
 from tolerance import assert_close, assert_close_to_yardstick
 
 DECAYS = ("none", "constant", "head", "channel")
@@ -209,6 +210,49 @@ def check(
             assert_close(found, exact, **bars)
         else:
             assert_close_to_yardstick(found, exact, own, **bars, stress=stress)
+
+
+def module_gradients(
+    module: ModuleType, case: Case, given: tuple[Tensor, Tensor], constant_norms: bool,
+    **options: object,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Gradients through a reference module; norms may be constants, through which others go."""
+    names = case.present()
+    leaves = {name: case.tensors[name].detach().requires_grad_() for name in names}
+    x = dict(leaves)
+    if constant_norms and case.normalize_qk:
+        x |= {
+            name: leaves[name] / leaves[name].detach().norm(dim=-1, keepdim=True) for name in "qk"
+        }
+        case = case._replace(normalize_qk=False)
+    out = run_module(module, case.changed(**x), **options)
+    loss = sum((y * z.to(y.dtype)).sum() for y, z in zip(out, given, strict=True))
+    return dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+def check_fused(out: tuple[Tensor, Tensor], case: Case, *, stress: bool = False) -> None:
+    """Outputs and final state in 16 bits against float64, by the error of whole chunks of 64."""
+    dtype = case.tensors["q"].dtype
+    truth = run_module(definition, case.to(torch.float64))
+    options = {"chunk_size": 64 // case.n_steps, "matmul_dtype": dtype}
+    own = run_module(chunked, case.to(torch.float32), **options)
+    for name, x, y, z in zip(("o", "state"), out, truth, own, strict=True):
+        bars = {"dtype": dtype, "stress": stress, "name": name}
+        assert_close_to_yardstick(x.cpu(), y, z.to(x.dtype), **bars)
+
+
+def check_fused_gradients(
+    found: dict[str, Tensor], case: Case, given: tuple[Tensor, Tensor], *,
+    constant_norms: bool = False, stress: bool = False,
+) -> None:  # fmt: skip
+    """Gradients in bfloat16 in the same way."""
+    given = given[0].bfloat16(), given[1]
+    truth = module_gradients(definition, case.to(torch.float64), given, constant_norms)
+    options = {"chunk_size": 64, "matmul_dtype": torch.bfloat16}
+    own = module_gradients(chunked, case.to(torch.float32), given, constant_norms, **options)
+    for name, x in found.items():
+        bars = {"dtype": torch.bfloat16, "gradient": True, "stress": stress, "name": name}
+        assert_close_to_yardstick(x.cpu(), truth[name], own[name].to(x.dtype), **bars)
 
 
 @st.composite

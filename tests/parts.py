@@ -9,7 +9,7 @@ import pytest
 
 # By marker: a pattern of `file::test` under tests/. The first that fits counts.
 PARTS = {
-    "ahead": r"kernels/test_(compile|operators|gluon)_ahead\.py",
+    "ahead": r"kernels/test_ahead\.py",
     "processes": r"test_processes\.py|doctor/|experiments/test_reproduce\.py"
     r"|bench/test_measured\.py|tasks/test_runner\.py::test_the_command"
     r"|parallel/|train/test_checkpoint\.py::.*(kill|process)"
@@ -17,7 +17,7 @@ PARTS = {
     r"|test_package\.py::.*(process|any_extra|no_extra)|train/test_token_shards\.py::.*memory",
     # The step of CI that has the extra `hf` runs all of its tests.
     "compiler": r"(?!hf/).*::.*(compile|opcheck|fullgraph|export)",
-    "interpreter": r"kernels/test_(triton|segments|spanning|windows|recording|first_call|mesa)"
+    "interpreter": r"kernels/test_(triton|segments|windows|recording|first_call|mesa)"
     r".*\.py|ops/test_(contract|memory)_kernels\.py|bench/test_neighbours\.py"
     r"|ops/test_gluon(_gradients|_products)?\.py"
     r"|ops/test_(recurrent_step|gate_logits|pools)\.py::.*\[triton",

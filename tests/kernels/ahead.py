@@ -1,12 +1,18 @@
-"""Compile recorded launches of Triton kernels for a GPU that need not be here."""
+"""Compile recorded launches of Triton kernels for GPUs that need not be here; print JSON lines.
 
+The programs beside this file are run by themselves: Triton's interpreter, in which the tests run,
+cannot be left again.
+"""
+
+import argparse
 import contextlib
 import io
+import json
 import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +33,7 @@ TYPES = {
     torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 DIVISIBLE = [["tt.divisibility", 16]]
+TARGETS = (80, 86, 89, 90, 100, 120)
 # What the assembler says where it takes the overlap out of asynchronous products.
 SERIALISED = re.compile(r"C75(?:1[0-2])")
 
@@ -39,6 +46,10 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     attributes: dict[tuple[int], list[list[object]]]
     options: dict[str, Any]
+
+
+# From a target: calls, by names or by what they are, and their launches once they are asked for.
+Calls = Callable[[int], Iterable[tuple[object, Callable[[], Iterable[Launch]]]]]
 
 
 class Report(NamedTuple):
@@ -155,3 +166,23 @@ def tool(name: str, options: list[str], cubin: bytes) -> str:
         file.flush()
         command = [str(path), *options, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def main(**kinds: Calls) -> None:
+    """Print one JSON object a line for each different launch of the calls of a kind."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", choices=kinds, default=next(iter(kinds)))
+    parser.add_argument("--targets", type=int, nargs="+", default=TARGETS)
+    parser.add_argument(
+        "--calls", nargs="+", default=[""], help="only those that hold one of these"
+    )
+    options = parser.parse_args()
+    for capability in options.targets:
+        for call, launches in kinds[options.kind](capability):
+            if not any(words in str(call) for words in options.calls):
+                continue
+            for launch in {repr(launch): launch for launch in launches()}.values():
+                found = {"target": capability, "call": call, "kernel": launch.kernel.__name__}
+                found["threads"] = 32 * launch.options["num_warps"]
+                report = compiled(launch, capability)._asdict()
+                print(json.dumps(found | report), flush=True)

@@ -1,26 +1,22 @@
-"""Compile the kernels of representative calls for GPUs that need not be here; print JSON lines.
+"""Representative calls of the delta rule, forward and backward, and of its steps."""
 
-A program of its own: Triton's interpreter, in which the tests run, cannot be left again.
-"""
-
-import argparse
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
-from ahead import Launch, Report, compiled, recording
+from ahead import TARGETS, Calls, Launch, main, recording
 from torch import Tensor
 
-from deltarule.ops.delta_rule.gate_logits import NO_MAPS, Step
+from deltarule.ops.delta_rule.gate_logits import NO_MAPS, GateMaps, Step
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes, spanning, tile_sizes, windows
 from deltarule.ops.delta_rule.triton import plan as segment_length
-from deltarule.ops.delta_rule.triton import step as recurrent_step
+from deltarule.ops.delta_rule.triton.step import recurrent_step
+from deltarule.ops.serving.pool_triton import move
 
 # The sizes decide, unless a call says in how many windows its backward is cut.
 WINDOWS_OF = windows.windows_of
-TARGETS = (80, 86, 89, 90, 100, 120)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -50,6 +46,10 @@ class Call:
 
 # What every change is compiled for, and what `-m slow` adds.
 STEPS = [Call(step=True), Call("free", "channel", step=True)]
+LOGITS = [
+    *(Call("tied", decay, step=True) for decay in ("head", "channel")),
+    Call("tied", "channel", n_steps=2, step=True), Call("free", "channel", step=True),
+]  # fmt: skip
 SHORT = dict.fromkeys(TARGETS, STEPS) | {
     90: [
         *STEPS, Call(), Call(heads=4), Call(value_size=32), Call(processors=132),
@@ -100,7 +100,7 @@ def inputs_of(call: Call) -> Inputs:
 
 
 def launches(call: Call, capability: int) -> list[Launch]:
-    """The different launches of a call's forward, its backward, and both with states recomputed."""
+    """Those of a call's forward, its backward, and both with states recomputed."""
     tile_sizes.INTERPRETED = capability
     tile_sizes.configuration.cache_clear()
     segment_length.multiprocessors = lambda device: call.processors
@@ -110,45 +110,56 @@ def launches(call: Call, capability: int) -> list[Launch]:
         windows.windows_of = lambda call: windows.cut_into(call, parts)
     with recording() as found:
         if call.step:
-            recurrent_step.recurrent_step(Step(inputs, NO_MAPS, inputs.initial_state))
+            recurrent_step(Step(inputs, NO_MAPS, inputs.initial_state))
         elif call.context:
             spanning.all_kernels(inputs, True)
         else:
             for save in (False, True):
                 o, final, saved = passes.forward(inputs, save)
                 passes.backward(torch.empty_like(o), torch.empty_like(final), inputs, saved)
-    return list({repr(launch): launch for launch in found}.values())
+    return found
 
 
-def reports(calls: list[Call], capability: int) -> Iterator[tuple[Call, Launch, Report]]:
-    """Every launch of the calls, once."""
-    seen = set()
-    for call in calls:
-        for launch in launches(call, capability):
-            if repr(launch) not in seen:
-                seen.add(repr(launch))
-                yield call, launch, compiled(launch, capability)
+def step_launches(call: Call) -> list[Launch]:
+    """With logits and states in two dtypes each, and on a pool."""
+    inputs = inputs_of(call)
+    pool, slots = inputs.initial_state.half(), torch.empty(1, 4, dtype=torch.int32)
+    sizes = inputs.log_decay.shape[2:]
+    beta_max = None if inputs.beta is None else 1.0
+    maps = GateMaps(torch.empty(sizes[0]), torch.empty(sizes), beta_max)
+    packed = inputs._replace(cu_seqlens=torch.empty(2, dtype=torch.int32))
+    with recording() as found:
+        for logits, state in ((inputs.q.dtype, torch.float32), (torch.float32, torch.bfloat16)):
+            beta = None if inputs.beta is None else inputs.beta.to(logits)
+            given = inputs._replace(beta=beta, log_decay=inputs.log_decay.to(logits))
+            recurrent_step(Step(given, maps, inputs.initial_state.to(state)))
+        maps, out = maps._replace(lower_bound=-5.0), torch.empty_like(inputs.v)
+        recurrent_step(Step(packed, maps, pool, slots, 0, None, slots[:, 0], out))
+        for write in (False, True):
+            move(pool, inputs.initial_state, slots[:, 0], 0, write)
+    return found
 
 
-def main() -> None:
-    """Print one JSON object a line for each kernel that was compiled."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--long", action="store_true", help="every call, not only a few")
-    parser.add_argument("--targets", type=int, nargs="+", default=TARGETS)
-    parser.add_argument("--calls", type=int, nargs="+", help="only these calls of the long list")
-    options = parser.parse_args()
-    for capability in options.targets:
-        calls = SHORT.get(capability, [])
-        if options.long or options.calls:
-            calls = [LONG[i] for i in options.calls] if options.calls else LONG
-        for call, launch, report in reports(calls, capability):
-            found = {"target": capability, "kernel": launch.kernel.__name__, **report._asdict()}
-            found |= {"call": asdict(call), "options": launch.options}
-            found["overwritten"] = report.overwritten[:5]
-            sizes = launch.constants.get("S")
-            found["tile"] = {x: sizes and getattr(sizes, x).value for x in ("BT", "BK", "BV")}
-            print(json.dumps(found), flush=True)
+def of(calls: dict[int, list[Call]]) -> Calls:
+    """Every launch of the calls for a target, once."""
+
+    def launched(capability: int) -> Iterator[tuple[object, Callable[[], list[Launch]]]]:
+        seen: set[str] = set()
+        for call in calls[capability]:
+
+            def new(call: Call = call) -> list[Launch]:
+                found = {repr(launch): launch for launch in launches(call, capability)}
+                found = {name: launch for name, launch in found.items() if name not in seen}
+                seen.update(found)
+                return list(found.values())
+
+            yield asdict(call), new
+
+    return launched
 
 
 if __name__ == "__main__":
-    main()
+    main(
+        short=of(SHORT), long=of(dict.fromkeys(TARGETS, LONG)),
+        steps=lambda capability: ((str(x), partial(step_launches, x)) for x in LOGITS),
+    )  # fmt: skip

@@ -1,16 +1,12 @@
-"""Compile the fused forwards and the gradients for a GPU that need not be here; print JSON lines.
+"""The fused forwards and the gradients."""
 
-A program of its own: Triton's interpreter, in which the tests run, cannot be left again.
-"""
-
-import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 import torch
-from ahead import compiled, recording
+from ahead import Launch, main, recording
 
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
@@ -19,7 +15,6 @@ from deltarule.ops.delta_rule.triton.gradients import own_shapes
 from deltarule.ops.delta_rule.triton.passes import kept_shapes, new_gradients
 from deltarule.ops.delta_rule.triton.plan import Call, new_plan
 
-TARGETS = (90, 100)
 RULES = {
     "gated": ("tied", "head"), "plain": ("none", "none"),
     "delta": ("tied", "none"), "decay": ("none", "head"),
@@ -137,31 +132,25 @@ def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
     return [forward, twice, save, gradients, *whole]
 
 
-def main() -> None:
-    """Print one JSON object a line for each pass of each form, or for those that are named."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", type=int, choices=TARGETS, default=TARGETS[0])
-    parser.add_argument("names", nargs="*", help='"FORM PASS" or "TOKENS PASS"')
-    options = parser.parse_args()
-    tile_sizes.INTERPRETED = options.target
-    names = {*options.names}
+def last_launch(run: Callable[[Inputs], None], inputs: Inputs) -> list[Launch]:
+    with recording() as found:
+        run(inputs)
+    return found[-1:]
+
+
+def forms(capability: int) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
+    """The last launch of each pass of each form; on sm_100 not of all."""
+    tile_sizes.INTERPRETED = capability
     for form in FORMS:
-        if form.rule in CHANNELS and options.target != TARGETS[0]:
-            continue
-        inputs, name = inputs_of(form), " ".join(map(str, form))
+        inputs = inputs_of(form)
         assert stage.why_not_form(inputs) is None
         for run in passes_of(form):
-            if run is backward and options.target != TARGETS[0]:
-                continue
-            known = {f"{of} {run.__name__}" for of in (name, form.tokens)}
-            if names and not known & names:
-                continue
-            with recording() as launches:
-                run(inputs)
-            if launches:
-                report = compiled(launches[-1], options.target)._asdict()
-                print(json.dumps({"call": f"{name} {run.__name__}", **report}), flush=True)
+            if capability == 90 or not (form.rule in CHANNELS or run is backward):
+                yield (
+                    f"{' '.join(map(str, form))} {run.__name__}",
+                    partial(last_launch, run, inputs),
+                )
 
 
 if __name__ == "__main__":
-    main()
+    main(forms=forms)

@@ -1,15 +1,11 @@
-"""Compile the kernels of the operators beside the delta rule, for GPUs that need not be here.
+"""The kernels of the operators beside the delta rule."""
 
-A program of its own, that prints JSON lines: Triton's interpreter cannot be left again.
-"""
-
-import argparse
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from ahead import Launch, compiled, recording
+from ahead import Launch, main, recording
 from torch import Tensor
 
 from deltarule.nn.mlp import GatedProducts
@@ -32,7 +28,6 @@ from deltarule.ops.slstm.inputs import SLSTMInputs
 from deltarule.ops.slstm.triton import heads as slstm
 from deltarule.ops.slstm.triton import split as split_slstm
 
-TARGETS = (80, 86, 89, 90, 100, 120)
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -60,92 +55,72 @@ def scan_inputs(form: str, value_size: int, key_size: int, dtype: torch.dtype) -
     )  # fmt: skip
 
 
-def run_scan(inputs: ScanInputs) -> Callable[[], None]:
+def scan(inputs: ScanInputs) -> None:
     """Forward and backward, the states saved or not."""
-
-    def run() -> None:
-        for save in (False, True):
-            o, final, saved = passes.forward(inputs, save)
-            passes.backward(torch.empty_like(o), torch.empty_like(final), inputs, saved)
-
-    return run
+    for save in (False, True):
+        o, final, saved = passes.forward(inputs, save)
+        passes.backward(torch.empty_like(o), torch.empty_like(final), inputs, saved)
 
 
-def run_solver(size: int, key_size: int) -> Callable[[], None]:
+def solver(size: int, key_size: int) -> None:
     """The conjugate gradients of chunks of so many tokens."""
-
-    def run() -> None:
-        of = (2, 1, 4)
-        shapes = (
-            (*of, size, key_size), (*of, size, size), (*of, size, 1), (*of, key_size, key_size),
-            (4, 1, key_size), (*of, size, key_size),
-        )  # fmt: skip
-        mesa.conjugate_gradients(Systems(*map(torch.empty, shapes), 30))
-
-    return run
+    of = (2, 1, 4)
+    shapes = (
+        (*of, size, key_size), (*of, size, size), (*of, size, 1), (*of, key_size, key_size),
+        (4, 1, key_size), (*of, size, key_size),
+    )  # fmt: skip
+    mesa.conjugate_gradients(Systems(*map(torch.empty, shapes), 30))
 
 
-def run_memory(
+def memory(
     operator: str, slots: int, channels: int, inner: int | None, packed: bool, values: int = 0
-) -> Callable[[], None]:
+) -> None:
     """Forward and backward of a memory: held, or streamed with so many channels inside (0: none).
 
     The value channels are `values`, if there are not as many as key channels.
     """
-
-    def run() -> None:
-        of, bias, values_ = (8, 2, 4), int(operator == "TTT"), values or channels
-        shapes = [(*of, slots, size) for size in (channels, channels, values_)]
-        shapes += [(*of, 4, slots), (*of, 4), (*of, slots, slots), of[:2]]
-        owner = torch.empty(of[:2], dtype=torch.int64) if packed else None
-        sizes = (3, values_, channels + bias)
-        if inner is not None:
-            numbers = channels * (channels + bias)
-            if inner:
-                numbers = inner * (channels + bias) + channels * (inner + bias)
-            sizes = (2 if bias else 3, numbers)
-        memory, norm = torch.empty(5, 4, *sizes), [None, None]
-        norm = [torch.empty(4, channels)] * 2 if bias else norm
-        inputs = Scan(*map(torch.empty, shapes), owner, memory, *norm, 1e-6, inner or 0)
-        memory_passes.forward(inputs)
-        memory_passes.backward(torch.empty_like(inputs.v), memory, inputs)
-
-    return run
+    of, bias, values = (8, 2, 4), int(operator == "TTT"), values or channels
+    shapes = [(*of, slots, size) for size in (channels, channels, values)]
+    shapes += [(*of, 4, slots), (*of, 4), (*of, slots, slots), of[:2]]
+    owner = torch.empty(of[:2], dtype=torch.int64) if packed else None
+    sizes = (3, values, channels + bias)
+    if inner is not None:
+        numbers = channels * (channels + bias)
+        if inner:
+            numbers = inner * (channels + bias) + channels * (inner + bias)
+        sizes = (2 if bias else 3, numbers)
+    start, norm = torch.empty(5, 4, *sizes), [None, None]
+    norm = [torch.empty(4, channels)] * 2 if bias else norm
+    inputs = Scan(*map(torch.empty, shapes), owner, start, *norm, 1e-6, inner or 0)
+    memory_passes.forward(inputs)
+    memory_passes.backward(torch.empty_like(inputs.v), start, inputs)
 
 
-def run_fused(fused: Callable[..., object], *given: object, outputs: int = 1) -> Callable[[], None]:
+def differentiated(outputs: int, fused: Callable[..., object], *given: object) -> None:
     """Forward, and the backward from so many of the outputs (0: none)."""
-
-    def run() -> None:
-        leaves = [x for x in given if isinstance(x, Tensor) and x.is_floating_point()]
-        for x in leaves:
-            x.requires_grad_(outputs > 0)
-        found = fused(*given)
-        found = [found] if isinstance(found, Tensor) else list(found)[:outputs]
-        if outputs:
-            d_found = [torch.empty_like(y) for y in found]
-            torch.autograd.grad(found, leaves, d_found, allow_unused=True)
-
-    return run
+    leaves = [x for x in given if isinstance(x, Tensor) and x.is_floating_point()]
+    for x in leaves:
+        x.requires_grad_(outputs > 0)
+    found = fused(*given)
+    found = [found] if isinstance(found, Tensor) else list(found)[:outputs]
+    if outputs:
+        d_found = [torch.empty_like(y) for y in found]
+        torch.autograd.grad(found, leaves, d_found, allow_unused=True)
 
 
-def run_slstm(size: int, dtype: torch.dtype, kernels: Any = slstm) -> Callable[[], None]:
+def slstm_of(size: int, dtype: torch.dtype, kernels: Any = slstm) -> None:
     """Forward and backward, the states saved or not."""
-
-    def run() -> None:
-        gates, before = torch.empty(20, 8, 2, 4, size, dtype=dtype), torch.empty(20, 2, 4, size)
-        recurrent = torch.empty(2, 4, size, size, dtype=dtype)
-        inputs = SLSTMInputs(gates, recurrent, before, None, None)
-        for save in (False, True):
-            o, final, states = kernels.forward(inputs, save)
-        kernels.backward(o.float(), final, inputs, gates.float().flatten(0, 1), states)
-
-    return run
+    gates, before = torch.empty(20, 8, 2, 4, size, dtype=dtype), torch.empty(20, 2, 4, size)
+    recurrent = torch.empty(2, 4, size, size, dtype=dtype)
+    inputs = SLSTMInputs(gates, recurrent, before, None, None)
+    for save in (False, True):
+        o, final, states = kernels.forward(inputs, save)
+    kernels.backward(o.float(), final, inputs, gates.float().flatten(0, 1), states)
 
 
 CALLS = {
-    f"scan, {form}, V {value_size}, K {key_size}, {dtype}": run_scan(
-        scan_inputs(form, value_size, key_size, dtype)
+    f"scan, {form}, V {value_size}, K {key_size}, {dtype}": partial(
+        scan, scan_inputs(form, value_size, key_size, dtype)
     )
     for form, value_size, key_size, dtype in (
         ("Mamba", 1536, 16, BF16), ("Mamba", 1536, 16, FP32), ("S4", 512, 16, BF16),
@@ -155,22 +130,22 @@ CALLS = {
     )
 }  # fmt: skip
 CALLS |= {
-    f"mesa, C {size}, K {key_size}": run_solver(size, key_size)
+    f"mesa, C {size}, K {key_size}": partial(solver, size, key_size)
     for size, key_size in ((64, 128), (64, 64), (64, 32), (1, 128), (16, 100))
 }
 CALLS |= {
-    f"sLSTM, D {size}, {dtype}": run_slstm(size, dtype)
+    f"sLSTM, D {size}, {dtype}": partial(slstm_of, size, dtype)
     for size, dtype in ((16, FP32), (64, FP32), (64, BF16), (128, FP32), (256, BF16), (256, FP32))
 }
 CALLS |= {
-    f"sLSTM split, D {size}, {dtype}": run_slstm(size, dtype, split_slstm)
+    f"sLSTM split, D {size}, {dtype}": partial(slstm_of, size, dtype, split_slstm)
     for size, dtype in ((64, FP32), (128, BF16), (200, FP32), (256, BF16), (256, FP32))
 }
 # All programs at once, as on a GPU.
 split_slstm.multiprocessors = lambda device: 132
 CALLS |= {
-    f"{operator}, C {slots}, K {channels}{', packed' * packed}": run_memory(
-        operator, slots, channels, None, packed
+    f"{operator}, C {slots}, K {channels}{', packed' * packed}": partial(
+        memory, operator, slots, channels, None, packed
     )
     for operator, slots, channels, packed in (
         ("TTT", 16, 64, False), ("TTT", 16, 64, True), ("Titans", 16, 32, False),
@@ -180,7 +155,7 @@ CALLS |= {
 }  # fmt: skip
 CALLS |= {
     f"{operator}, K {channels}, {f'{inner} inside' if inner else 'streamed'}{', packed' * packed}":
-    run_memory(operator, 16, channels, inner, packed)
+    partial(memory, operator, 16, channels, inner, packed)
     for operator, channels, inner, packed in (
         ("TTT", 64, 256, False), ("TTT", 64, 256, True), ("Titans", 64, 128, False),
         ("TTT", 128, 512, False), ("Titans", 128, 256, True), ("TTT", 128, 0, False),
@@ -188,9 +163,9 @@ CALLS |= {
     )
 }  # fmt: skip
 # As the value channels of a wide map are shared out.
-CALLS["Titans, C 16, K 128, V 32"] = run_memory("Titans", 16, 128, None, False, 32)
-CALLS["scan, signed Mamba, V 1536, K 16"] = run_scan(
-    scan_inputs("Mamba", 1536, 16, BF16)._replace(signed=True)
+CALLS["Titans, C 16, K 128, V 32"] = partial(memory, "Titans", 16, 128, None, False, 32)
+CALLS["scan, signed Mamba, V 1536, K 16"] = partial(
+    scan, scan_inputs("Mamba", 1536, 16, BF16)._replace(signed=True)
 )
 
 
@@ -205,69 +180,46 @@ HEADS, GATES = halves(1, 256, 16, 128), halves(1, 4096, 16, 128)
 STREAMS = tuple(Stream(halves(2, 1, 2048), TAPS, halves(2, 3, 2048), True) for _ in "qkv")
 WITHIN = Within((TAPS,) * 3, (halves(64, 3, 2048),) * 3, True)
 OWNER, TARGETS_OF_ROWS = torch.zeros(4096, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)
+# From how many outputs the backward goes, and what is called.
 FUSED = {
-    "conv": run_fused(short_conv, CHANNELS, TAPS, halves(2, 3, 2048), None, None, None, True),
-    "conv, packed": run_fused(
-        short_conv, CHANNELS[:1], TAPS, halves(1, 3, 2048), OFFSETS, OWNER, None, True,
-        outputs=2,
+    "conv": (1, short_conv, CHANNELS, TAPS, halves(2, 3, 2048), None, None, None, True),
+    "conv, packed": (
+        2, short_conv, CHANNELS[:1], TAPS, halves(1, 3, 2048), OFFSETS, OWNER, None, True
     ),
-    "conv, fresh": run_fused(short_conv, CHANNELS, TAPS, None, None, None, None, True),
-    "conv, one token": run_fused(
-        short_conv, CHANNELS[:, :1], TAPS, halves(2, 3, 2048), None, None, None, True
+    "conv, fresh": (1, short_conv, CHANNELS, TAPS, None, None, None, None, True),
+    "conv, one token": (
+        1, short_conv, CHANNELS[:, :1], TAPS, halves(2, 3, 2048), None, None, None, True
     ),
-    "conv, step": run_fused(convolution_step, STREAMS, outputs=0),
-    "norm": run_fused(
-        gated_norm, HEADS, torch.empty_like(HEADS), torch.empty(128), 1e-5, "silu", False
+    "conv, step": (0, convolution_step, STREAMS),
+    "norm": (1, gated_norm, HEADS, torch.empty_like(HEADS), torch.empty(128), 1e-5, "silu", False),
+    "residual norm": (2, residual_norm, CHANNELS[0], CHANNELS[1], torch.empty(2048), 1e-5),
+    "swiglu": (1, swiglu, halves(64, 5472), halves(64, 5472)),
+    "swiglu and its products": (
+        1, GatedProducts.apply, halves(64, 2048), ONE_ROW.mT.contiguous(), halves(5472, 2048),
+        ONE_ROW, 1.0,
     ),
-    "residual norm": run_fused(
-        residual_norm, CHANNELS[0], CHANNELS[1], torch.empty(2048), 1e-5, outputs=2
+    "one row": (0, one_row, ROW, ONE_ROW, ROW.clone(), halves(2048)),
+    "normed row": (
+        0, normed_row, halves(16, 192), halves(192), 1e-5, halves(2048, 3072), halves(16, 192),
+        "silu", halves(2048),
     ),
-    "swiglu": run_fused(swiglu, halves(64, 5472), halves(64, 5472)),
-    "swiglu and its products": run_fused(
-        GatedProducts.apply, halves(64, 2048), ONE_ROW.mT.contiguous(), halves(5472, 2048), ONE_ROW,
-        1.0,
-    ),
-    "one row": run_fused(one_row, ROW, ONE_ROW, ROW.clone(), halves(2048), outputs=0),
-    "normed row": run_fused(
-        normed_row, halves(16, 192), halves(192), 1e-5, halves(2048, 3072), halves(16, 192),
-        "silu", halves(2048), outputs=0,
-    ),
-    "few rows": run_fused(few_rows, halves(32, 5472), ONE_ROW, outputs=0),
-    "few rows, W ahead": run_fused(few_rows, halves(5, 5472), ONE_ROW, outputs=0),
-    "few rows, gated": run_fused(
-        few_rows, halves(64, 2048), ONE_ROW.mT.contiguous(), True, outputs=0
-    ),
-    "few rows, convolved": run_fused(
-        few_rows, halves(64, 2048), halves(9248, 2048), False, WITHIN, outputs=0
-    ),
-    "likeliest": run_fused(likeliest, VOCAB, outputs=0),
-    "decay": run_fused(log_decay, GATES, torch.empty(16), torch.empty(16, 128), True, outputs=2),
-    "strength": run_fused(write_strength, GATES, 1.0),
-    "cross entropy": run_fused(cross_entropy, VOCAB, TARGETS_OF_ROWS, -100),
+    "few rows": (0, few_rows, halves(32, 5472), ONE_ROW),
+    "few rows, W ahead": (0, few_rows, halves(5, 5472), ONE_ROW),
+    "few rows, gated": (0, few_rows, halves(64, 2048), ONE_ROW.mT.contiguous(), True),
+    "few rows, convolved": (0, few_rows, halves(64, 2048), halves(9248, 2048), False, WITHIN),
+    "likeliest": (0, likeliest, VOCAB),
+    "decay": (2, log_decay, GATES, torch.empty(16), torch.empty(16, 128), True),
+    "strength": (1, write_strength, GATES, 1.0),
+    "cross entropy": (1, cross_entropy, VOCAB, TARGETS_OF_ROWS, -100),
 }  # fmt: skip
-CALLS |= {f"fused, {name}": call for name, call in FUSED.items()}
+CALLS |= {f"fused, {name}": partial(differentiated, *of) for name, of in FUSED.items()}
 
 
-def launches(call: Callable[[], None]) -> Iterator[Launch]:
-    """The different launches of a call."""
+def launches(call: Callable[[], None]) -> list[Launch]:
     with recording() as found:
         call()
-    yield from {repr(launch): launch for launch in found}.values()
-
-
-def main() -> None:
-    """Print one JSON object a line for each kernel that was compiled."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--targets", type=int, nargs="+", default=TARGETS)
-    parser.add_argument("--calls", default="", help="only calls whose names hold this")
-    options = parser.parse_args()
-    for capability in options.targets:
-        for name, call in CALLS.items():
-            for launch in launches(call) if options.calls in name else ():
-                report = compiled(launch, capability)
-                found = {"target": capability, "call": name, "kernel": launch.kernel.__name__}
-                print(json.dumps(found | report._asdict()), flush=True)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    main(calls=lambda capability: ((name, partial(launches, x)) for name, x in CALLS.items()))

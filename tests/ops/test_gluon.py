@@ -1,7 +1,7 @@
 """The fused forwards in Gluon, run on the CPU role by role: values, barriers, what it refuses."""
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -11,25 +11,16 @@ from promised import promised
 
 promised("triton")
 
-from deltarule import pack
-from deltarule.doctor import chunked
 from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.gluon import channel_stage, gradient_stage, stage
 from deltarule.ops.delta_rule.gluon.channel_memory import RANGE
-from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import new_plan
 from gluon_interpreter import Machine, Memory, interpret_launches
-from oracle import Case, make_case, run_module
-from tolerance import assert_close_to_yardstick
+from kernels.interpreted import inputs_of
+from oracle import Case, check_fused, make_case, run_module
 
-
-class Seeded(NamedTuple):
-    """What the order of events is drawn from."""
-
-    seed: int
-
-
-ORDER = Seeded(0)
+# What the order of events is drawn from.
+ORDER = {"seed": 0}
 GATES = ("q", "k", "v", "beta", "log_decay")
 WIDE = {"key_size": 128, "value_size": 128}
 
@@ -37,7 +28,7 @@ WIDE = {"key_size": 128, "value_size": 128}
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch) -> None:
     """Launches of the fused kernels go through the interpreter."""
-    interpret_launches(monkeypatch, lambda: ORDER.seed)
+    interpret_launches(monkeypatch, lambda: ORDER["seed"])
 
 
 def case_of(
@@ -52,39 +43,16 @@ def case_of(
     return case if log_decay is None else case.changed(log_decay=log_decay * strength)
 
 
-def inputs_of(case: Case) -> Inputs:
-    x = case.tensors
-    offsets = None if case.lengths is None else pack(case.lengths)
-    decay = x["log_decay"]
-    if decay is not None and decay.ndim == 1:
-        decay = decay.expand(*x["q"].shape[:2], -1)
-    return Inputs(
-        x["q"], x["k"], x["v"], x["beta"], None, None, decay, x["initial_state"], offsets,
-        case.n_steps, x["q"].shape[-1] ** -0.5, case.normalize_qk, False,
-    )  # fmt: skip
-
-
 def run(case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:
     """o and the final state of the fused kernel."""
-    global ORDER
-    ORDER = Seeded(seed)
+    ORDER["seed"] = seed
     inputs = inputs_of(case)
     assert stage.why_not_form(stage.in_parts(inputs)) is None
     return stage.forward_of(inputs)
 
 
 def check(case: Case, stress: bool = False) -> None:
-    """Against float64, by the error of whole chunks of 64 in bfloat16."""
-    o, state = run(case)
-    dtype = case.tensors["q"].dtype
-    truth = run_module(definition, case.to(torch.float64))
-    options = {"chunk_size": 64 // case.n_steps, "matmul_dtype": dtype}
-    yardstick = run_module(chunked, case.to(torch.float32), **options)
-    for name, x, y, z in (
-        ("o", o, truth.o, yardstick.o.to(dtype)),
-        ("state", state, truth.final_state, yardstick.final_state),
-    ):
-        assert_close_to_yardstick(x, y, z, dtype=dtype, stress=stress, name=name)
+    check_fused(run(case), case, stress=stress)
 
 
 def below_range(case: Case) -> float:

@@ -10,8 +10,6 @@ from promised import promised
 
 promised("triton")
 
-from deltarule.doctor import chunked
-from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.gluon import gradient_stage
 from deltarule.ops.delta_rule.triton import passes, plan
 from deltarule.ops.delta_rule.triton.passes import new_gradients
@@ -19,8 +17,8 @@ from deltarule.ops.delta_rule.triton.plan import Call, new_plan
 from gluon_interpreter import interpret_launches
 from kernels.interpreted import interpreted as interpreted_by_triton
 from ops import test_gluon_gradients as parts
-from oracle import Case, run_module, weights
-from tolerance import assert_close_to_yardstick, relative_rms
+from oracle import Case, check_fused_gradients, weights
+from tolerance import relative_rms
 
 SEED = 0
 LOW = ("states", "errors", "scores", "corrections")
@@ -74,26 +72,11 @@ def run(case: Case, given: tuple[Tensor, Tensor], scores: bool = True) -> dict[s
     return found
 
 
-def gradients(module: Any, case: Case, given: tuple[Tensor, Tensor], **options: Any) -> dict:
-    """By automatic differentiation."""
-    names = case.present()
-    leaves = {name: case.tensors[name].detach().requires_grad_() for name in names}
-    out = run_module(module, case.changed(**leaves), **options)
-    loss = sum((x * y.to(x.dtype)).sum() for x, y in zip(out, given, strict=True))
-    found = dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-    return found | {"initial": found.pop("initial_state")}
-
-
 def check(case: Case, scores: bool = True) -> None:
-    """Against float64, by the error of whole chunks of 64 in bfloat16."""
     given = weights(case)
-    given = given[0].to(torch.bfloat16), given[1]
-    truth = gradients(definition, case.to(torch.float64), given)
-    options = {"chunk_size": 64, "matmul_dtype": torch.bfloat16}
-    yardstick = gradients(chunked, case.to(torch.float32), given, **options)
-    for name, x in run(case, given, scores).items():
-        y = yardstick[name].to(x.dtype)
-        assert_close_to_yardstick(x, truth[name], y, dtype=torch.bfloat16, gradient=True, name=name)
+    given = given[0].bfloat16(), given[1]
+    found = run(case, given, scores)
+    check_fused_gradients(found | {"initial_state": found.pop("initial")}, case, given)
 
 
 # Decay, erase, and whether P is saved.

@@ -11,8 +11,6 @@ from promised import promised
 
 promised("triton")
 
-from deltarule.doctor import chunked
-from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.gluon import channel_gradients, gradient_stage
 from deltarule.ops.delta_rule.triton import channel_stages, passes
 from deltarule.ops.delta_rule.triton.passes import new_gradients
@@ -20,8 +18,8 @@ from deltarule.ops.delta_rule.triton.plan import Call, new_plan
 from gluon_interpreter import interpret_launches
 from kernels.interpreted import interpreted as interpreted_by_triton
 from ops import test_gluon_gradients as parts
-from oracle import Case, run_module, weights
-from tolerance import assert_close_to_yardstick, relative_rms
+from oracle import Case, check_fused_gradients, weights
+from tolerance import relative_rms
 
 PROGRAMS, SEED = 3, 0
 LOW = ("states", "errors", "d_states", "d_errors")
@@ -56,30 +54,11 @@ def run(case: Case, given: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
     return {name: call["d_" + name] for name in names}
 
 
-def gradients(module: Any, case: Case, given: tuple[Tensor, Tensor], **options: Any) -> dict:
-    """By automatic differentiation; norms are constants, for another kernel goes through them."""
-    names = [name for name in case.present() if name != "initial_state"]
-    leaves = {name: case.tensors[name].detach().requires_grad_() for name in names}
-    x = dict(leaves)
-    if case.normalize_qk:
-        x |= {
-            name: y / y.detach().norm(dim=-1, keepdim=True) for name, y in x.items() if name in "qk"
-        }
-    out = run_module(module, case.changed(**x)._replace(normalize_qk=False), **options)
-    loss = sum((y * z.to(y.dtype)).sum() for y, z in zip(out, given, strict=True))
-    return dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-
-
 def check(case: Case) -> None:
-    """Against float64, by the error of whole chunks of 64 in bfloat16."""
     given = weights(case)
-    given = given[0].to(torch.bfloat16), given[1]
-    truth = gradients(definition, case.to(torch.float64), given)
-    options = {"chunk_size": 64, "matmul_dtype": torch.bfloat16}
-    yardstick = gradients(chunked, case.to(torch.float32), given, **options)
-    for name, x in run(case, given).items():
-        y = yardstick[name].to(x.dtype)
-        assert_close_to_yardstick(x, truth[name], y, dtype=torch.bfloat16, gradient=True, name=name)
+    given = given[0].bfloat16(), given[1]
+    # Another kernel goes through the norms.
+    check_fused_gradients(run(case, given), case, given, constant_norms=True)
 
 
 @pytest.mark.parametrize("erase", ["none", "tied"])

@@ -11,8 +11,6 @@ from promised import promised
 
 promised("triton")
 
-from deltarule import pack
-from deltarule.doctor import chunked
 from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
@@ -21,9 +19,10 @@ from deltarule.ops.delta_rule.triton import windows as triton_windows
 from deltarule.ops.delta_rule.triton.passes import kept_shapes
 from deltarule.ops.delta_rule.triton.plan import Call, Window, new_plan
 from gluon_interpreter import interpret_launches
+from kernels.interpreted import inputs_of as checked_inputs
 from kernels.interpreted import interpreted as interpreted_by_triton
-from oracle import Case, make_case, run_module, weights
-from tolerance import assert_close_to_yardstick, relative_rms
+from oracle import Case, check_fused_gradients, make_case, run_module, weights
+from tolerance import relative_rms
 
 CHUNK = 64
 PROGRAMS, SEED = 3, 0
@@ -40,15 +39,6 @@ def case_of(decay: str, erase: str, **options: Any) -> Case:
     sizes = {"batch": 1, "heads": 2, "value_heads": 2, "beta_max": 1.0, "tokens": 192}
     sizes |= {"key_size": 64, "value_size": 64, "dtype": torch.bfloat16}
     return make_case(decay, erase, **(sizes | options))
-
-
-def gradients(module: Any, case: Case, given: tuple[Tensor, Tensor], **options: Any) -> dict:
-    """By automatic differentiation."""
-    names = [name for name in case.present() if name != "initial_state"]
-    leaves = {name: case.tensors[name].detach().requires_grad_() for name in names}
-    out = run_module(module, case.changed(**leaves), **options)
-    loss = sum((x * y.to(x.dtype)).sum() for x, y in zip(out, given, strict=True))
-    return dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
 def scale_of(case: Case) -> float:
@@ -127,13 +117,7 @@ def errors_of(case: Case, key: Tensor) -> Tensor:
 
 
 def inputs_of(case: Case) -> Inputs:
-    """The operator's arguments."""
-    x = case.tensors
-    offsets = None if case.lengths is None else pack(case.lengths)
-    return Inputs(
-        x["q"], x["k"], x["v"], x["beta"], None, None, x["log_decay"], x["initial_state"], offsets,
-        1, scale_of(case), case.normalize_qk, False,
-    )  # fmt: skip
+    return checked_inputs(case)._replace(scale=scale_of(case))
 
 
 # What a token is that does nothing.
@@ -289,17 +273,9 @@ def test_the_forward_saves_what_the_backward_asks_for(decay, erase, size) -> Non
 
 
 def check(case: Case) -> None:
-    """Against float64, by the error of whole chunks of 64 in bfloat16."""
     given = weights(case)
-    given = given[0].to(torch.bfloat16), given[1]
-    truth = gradients(definition, case.to(torch.float64), given)
-    options = {"chunk_size": CHUNK, "matmul_dtype": torch.bfloat16}
-    yardstick = gradients(chunked, case.to(torch.float32), given, **options)
-    for name, x in run(case, given).items():
-        y = yardstick[name].to(x.dtype)
-        assert_close_to_yardstick(
-            x, truth[name], y, dtype=torch.bfloat16, gradient=True, name=name
-        )  # fmt: skip
+    given = given[0].bfloat16(), given[1]
+    check_fused_gradients(run(case, given), case, given)
 
 
 FORMS = [(decay, erase) for decay in ("none", "head") for erase in ("none", "tied")]

@@ -5,12 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from deltarule.doctor import chunked
-from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.dispatch import forget_calls
-from oracle import Case, run_module
-from tolerance import assert_close_to_yardstick
+from oracle import check_fused_gradients
 from truth import (
     Drawn,
     Kind,
@@ -67,14 +64,6 @@ def drawn_of(kind: Kind, **options: object) -> Drawn:
     return draw(kind.case(**(SIZES | options)))
 
 
-def gradients(module: object, case: Case, given: tuple, **options: object) -> dict:
-    names = case.present()
-    leaves = {name: case.tensors[name].detach().requires_grad_() for name in names}
-    out = run_module(module, case.changed(**leaves), **options)
-    loss = sum((x * y.to(x.dtype)).sum() for x, y in zip(out, given, strict=True))
-    return dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-
-
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_gradients_are_as_near_to_float64_as_their_types_allow(kind, size, normalize) -> None:
@@ -84,17 +73,10 @@ def test_gradients_are_as_near_to_float64_as_their_types_allow(kind, size, norma
 
 def check(drawn: Drawn) -> None:
     found = results(drawn)
-    case, given = placed(drawn.case, torch.device("cpu")), [x.cpu() for x in drawn.weights]
-    truth = gradients(definition, case.to(torch.float64), given)
-    options = {"chunk_size": 64, "matmul_dtype": torch.bfloat16}
-    yardstick = gradients(chunked, case.to(torch.float32), given, **options)
-    for name, expected in truth.items():
-        x = found["d " + name].cpu()
-        # Of few heads the largest of a gradient by beta or decay decide: a ratio that spreads.
-        assert_close_to_yardstick(
-            x, expected, yardstick[name].to(x.dtype), dtype=torch.bfloat16, gradient=True,
-            stress=True, name=name,
-        )  # fmt: skip
+    case, (d_o, d_final) = placed(drawn.case, torch.device("cpu")), drawn.weights
+    by_name = {name: found["d " + name] for name in case.present()}
+    # Of few heads the largest of a gradient by beta or decay decide: a ratio that spreads.
+    check_fused_gradients(by_name, case, (d_o.cpu(), d_final.cpu()), stress=True)
 
 
 @pytest.mark.parametrize("size", [64, 128])

@@ -7,11 +7,8 @@ import torch
 from torch import Tensor
 
 from deltarule import delta_rule, explain
-from deltarule.doctor import chunked
-from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.gluon.channel_stage import CHOSEN
-from oracle import Case, run_module
-from tolerance import assert_close_to_yardstick
+from oracle import Case, check_fused
 from truth import DEVICE, FORMS, Drawn, Kind, assert_same, call, draw, placed, results, surrounded
 
 pytestmark = pytest.mark.gpu
@@ -78,15 +75,7 @@ def fused(case: Case) -> dict[str, Tensor]:
 
 
 def check(case: Case, stress: bool = False) -> None:
-    """Against float64, by the error of whole chunks of 64 in the same dtype."""
-    found, dtype = fused(placed(case)), case.tensors["q"].dtype
-    truth = run_module(definition, case.to(torch.float64))
-    yardstick = run_module(chunked, case.to(torch.float32), chunk_size=64, matmul_dtype=dtype)
-    expected = {"o": truth.o, "final_state": truth.final_state}
-    for name, x in (("o", yardstick.o.to(dtype)), ("final_state", yardstick.final_state)):
-        assert_close_to_yardstick(
-            found[name].cpu(), expected[name], x, dtype=dtype, stress=stress, name=name
-        )
+    check_fused(tuple(fused(placed(case)).values()), case, stress=stress)
 
 
 # Chunks: fewer than slots, as many, more.

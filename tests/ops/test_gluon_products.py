@@ -106,7 +106,7 @@ def test_what_is_left_out_in_tensor_memory_is_seen(left_out, reason) -> None:
 @pytest.fixture
 def tensor_memory(monkeypatch) -> Any:
     """Turns the fused kernels into those of sm_100, run by the interpreter."""
-    interpret_launches(monkeypatch, lambda: forward.ORDER.seed)
+    interpret_launches(monkeypatch, lambda: forward.ORDER["seed"])
     monkeypatch.setattr(gradient_stage, "multiprocessors", lambda device: backward.PROGRAMS)
 
     def turn(on: bool) -> None:

@@ -14,7 +14,8 @@ The compute role has 8 warps. For D they share its V rows, everything transposed
 in registers, as in state.py; for the gradients they share columns, as in gradients.py.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import triton
 from triton.experimental import gluon
@@ -58,41 +59,21 @@ from deltarule.ops.delta_rule.gluon.memory import (
     there_of_state,
 )
 
-
-class Barriers(NamedTuple):
-    """What is there, and what may be overwritten."""
-
+# What is there, and what may be overwritten.
+Barriers = namedtuple(
+    "Barriers",
     # Of two slots: q, k, P, N and the factors of rows.
-    full: Any
-    empty: Any
+    "full empty "
     # dO, E and S have a place each.
-    full_o: Any
-    empty_o: Any
-    full_e: Any
-    empty_e: Any
-    full_s: Any
-    empty_s: Any
+    "full_o empty_o full_e empty_e full_s empty_s "
     # dv is in the place of X, and out of it; dq and dk are where q and k were.
-    has_values: Any
-    took_values: Any
-    has_keys: Any
-    has_sums: Any
-    took_sums: Any
+    "has_values took_values has_keys has_sums took_sums",
+)
 
-
-class Stretch(NamedTuple):
-    """The chunks of a program: first token, tokens, how many chunks, number of the first; its head.
-
-    `opens`: its sequence begins with it.
-    """
-
-    token: Any
-    tokens: Any
-    chunks: Any
-    number: Any
-    head: Any
-    heads: Any
-    opens: Any
+# The chunks of a program: first token, tokens, how many chunks, number of the first; its head.
+#
+# `opens`: its sequence begins with it.
+Stretch = namedtuple("Stretch", "token tokens chunks number head heads opens")
 
 
 @triton.constexpr_function

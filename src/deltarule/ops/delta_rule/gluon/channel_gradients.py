@@ -25,7 +25,7 @@ dk leave last, come last. Chunks whose decays go too far are written again by ot
 (triton/channel_flagged.py).
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -64,56 +64,39 @@ EIGHT, CHANNELS = gl.constexpr(8), gl.constexpr(64)
 # Parts of a sum over all tokens.
 PARTS = gl.constexpr(16)
 
-
-class Tiles(NamedTuple):
-    """Tiles in shared memory, one of each; the factors of rows and 2^c_end have two slots."""
-
+# Tiles in shared memory, one of each; the factors of rows and 2^c_end have two slots.
+Tiles = namedtuple(
+    "Tiles",
     # [64, V].
-    d_o: Any
-    errors: Any
-    d_errors: Any
+    "d_o errors d_errors "
     # [V, K].
-    states: Any
-    d_states: Any
+    "states d_states "
     # [64, K]: q and k, then x and u, then dq and dk.
-    q: Any
-    k: Any
+    "q k "
     # [64, K]: y; [64, 64]: GP and GM. In the place of all three, [64, K] float32, z, and then
     # dlog_decay.
-    near: Any
-    read_pairs: Any
-    erase_pairs: Any
-    totals: Any
+    "near read_pairs erase_pairs totals "
     # [64, K] float32: log decays, and in their place c.
-    decays: Any
+    "decays "
     # [2, K] float32, and [2 * FACTORS, 64] float32.
-    ends: Any
-    factors: Any
+    "ends factors "
     # [K, 2] float32: of each channel the sum over v of D S, in one of the two, and 0; and
     # [PARTS, K] float32, that of y end over some of the tokens.
-    held: Any
-    parts: Any
+    "held parts",
+)
 
-
-class Barriers(NamedTuple):
-    """What is there, and what may be overwritten."""
-
+# What is there, and what may be overwritten.
+Barriers = namedtuple(
+    "Barriers",
     # The factors of rows, of two slots.
-    full: Any
-    empty: Any
+    "full empty "
     # dO, E and X; S and D; all five are free.
-    full_o: Any
-    full_s: Any
-    empty_o: Any
+    "full_o full_s empty_o "
     # Log decays are there; c is; neither is needed any more.
-    full_g: Any
-    has_sums: Any
-    empty_g: Any
+    "full_g has_sums empty_g "
     # q and k are there; dq, dk and z are; dq and dk are in global memory; dlog_decay is.
-    full_k: Any
-    has_keys: Any
-    empty_k: Any
-    empty_z: Any
+    "full_k has_keys empty_k empty_z",
+)
 
 
 @gluon.jit
@@ -251,31 +234,27 @@ def from_the_last(x, z):
 @gluon.jit
 def sum_role(shared, K: gl.constexpr, FORM: gl.constexpr):
     """One warp: c in the place of the log decays, and 2^c of the last token."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([EIGHT, 2], [1, 32], [1, 1], [1, 0])
     tiles, barriers, work = shared
     done = 0
     for n in range(work.count):
         at = pair_of(n, work, FORM)
         if at.left > 0:
             mbarrier.wait(barriers.full_g.index(0), done & 1)
+            slot = done % 2
             for first in gl.static_range(0, K, CHANNELS):
-                leave_sums(tiles, done % 2, first)
+                # A lane has two channels.
+                decays = tiles.decays.slice(first, CHANNELS, 1)
+                c = gl.zeros([CHANNELS], gl.float32, gl.SliceLayout(0, LAYOUT)) + SHIFT
+                for row in gl.static_range(0, CHUNK, EIGHT):
+                    tile = decays.slice(row, EIGHT)
+                    x = tile.load(LAYOUT) * LOG2_E
+                    tile.store(gl.associative_scan(x, 0, add) + c[None, :])
+                    c += gl.sum(x, 0)
+                tiles.ends.index(slot).slice(first, CHANNELS).store(gl.exp2(c))
             fence_async_shared()
             mbarrier.arrive(barriers.has_sums.index(0))
             done += 1
-
-
-@gluon.jit
-def leave_sums(tiles, slot, FIRST: gl.constexpr):
-    """Those of 64 channels; a lane has two."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([EIGHT, 2], [1, 32], [1, 1], [1, 0])
-    decays = tiles.decays.slice(FIRST, CHANNELS, 1)
-    c = gl.zeros([CHANNELS], gl.float32, gl.SliceLayout(0, LAYOUT)) + SHIFT
-    for row in gl.static_range(0, CHUNK, EIGHT):
-        tile = decays.slice(row, EIGHT)
-        x = tile.load(LAYOUT) * LOG2_E
-        tile.store(gl.associative_scan(x, 0, add) + c[None, :])
-        c += gl.sum(x, 0)
-    tiles.ends.index(slot).slice(FIRST, CHANNELS).store(gl.exp2(c))
 
 
 @gluon.jit
@@ -297,7 +276,10 @@ def compute_role(shared, d_beta, K: gl.constexpr, V: gl.constexpr, FORM: gl.cons
         read, erased, col = inside(tiles, read, erased, written, n, K, FORM.TIED)
         z = tiles.q.load(halves(K)).to(gl.float32) * read
         z -= tiles.near.load(halves(K)).to(gl.float32) * col
-        d_k = col * reciprocal(lead)
+        # 1 / lead, of the precision of a power of two.
+        d_k = col * gl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [lead], dtype=gl.float32, is_pure=True, pack=1
+        )
         if FORM.TIED:
             z += tiles.k.load(halves(K)).to(gl.float32) * erased
             d_k += lead * erased
@@ -404,14 +386,6 @@ def inside(tiles, read, erased, written, n, K: gl.constexpr, TIED: gl.constexpr)
         col, read = warpgroup_mma_wait(0, deps=(col, read))
         erased = read
     return read, erased, col + end
-
-
-@gluon.jit
-def reciprocal(x):
-    """1 / x, of the precision of a power of two."""
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
 
 
 GENERAL = ["pairs", "heads", "chunks", "sequences", "T"]

@@ -5,6 +5,7 @@ sequence: the others are zeros in shared memory, and nobody's in global memory. 
 such chunks is known when the kernel is compiled (ENDS); tensor_maps.py says how the engine knows.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
@@ -20,65 +21,40 @@ from deltarule.ops.runtime import tensor_maps
 
 FAR = gl.constexpr(tensor_maps.FAR)
 
-
-class Tiles(NamedTuple):
-    """Tiles in shared memory; dO, E, X and the factors of value head n lie in slot n % 2."""
-
-    d_o: Any
-    errors: Any
-    d_errors: Any
+# Tiles in shared memory; dO, E, X and the factors of value head n lie in slot n % 2.
+Tiles = namedtuple(
+    "Tiles",
+    "d_o errors d_errors "
     # [2 * FACTORS, 64] float32.
-    factors: Any
+    "factors "
     # [V, K].
-    states: Any
-    d_states: Any
+    "states d_states "
     # [64, K].
-    q: Any
-    k: Any
+    "q k "
     # [64, 64]: GP and GM.
-    read_pairs: Any
-    erase_pairs: Any
+    "read_pairs erase_pairs "
     # [4, 64, 2] float32, with decays: of each half of the channels.
-    sums: Any
+    "sums",
+)
 
-
-class Barriers(NamedTuple):
-    """What is there, and what may be overwritten: of the slots, of S, D, and of q and k."""
-
-    full: Any
-    empty: Any
-    full_s: Any
-    empty_s: Any
-    full_d: Any
-    empty_d: Any
-    full_k: Any
-    empty_k: Any
+# What is there, and what may be overwritten: of the slots, of S, D, and of q and k.
+Barriers = namedtuple(
+    "Barriers",
+    "full empty full_s empty_s full_d empty_d full_k empty_k "
     # dv is in the slot of X; dq and dk are where q and k were; sums of rows are there, and taken.
-    has_values: Any
-    has_keys: Any
-    has_sums: Any
-    took_sums: Any
+    "has_values has_keys has_sums took_sums",
+)
 
-
-class Work(NamedTuple):
-    """Pairs of a chunk and a key head: this program's first, the step, how many; heads.
-
-    Of every sequence's `all_chunks` these are `chunks` from number `before` on, and what the scan
-    back left has room for `own_chunks` of each. Packed sequences share one row, and its numbers.
-    """
-
-    first: Any
-    step: Any
-    count: Any
-    heads: Any
-    chunks: Any
-    before: Any
-    own_chunks: Any
-    all_chunks: Any
+# Pairs of a chunk and a key head: this program's first, the step, how many; heads.
+#
+# Of every sequence's `all_chunks` these are `chunks` from number `before` on, and what the scan
+# back left has room for `own_chunks` of each. Packed sequences share one row, and its numbers.
+Work = namedtuple(
+    "Work",
+    "first step count heads chunks before own_chunks all_chunks "
     # Tokens of a row of the batch; with packed sequences their offsets, and how many there are.
-    T: Any
-    cu_seqlens: Any
-    sequences: Any
+    "T cu_seqlens sequences",
+)
 
 
 class Form(NamedTuple):
@@ -112,19 +88,11 @@ def halves(columns: int) -> Any:
     return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, columns // 2, 16])
 
 
-class Pair(NamedTuple):
-    """First token, key head and value head; the number of it among D and X, and among all.
-
-    `left` tokens of it are there from the first on; none where no chunk has the number: every role
-    passes over it.
-    """
-
-    token: Any
-    head: Any
-    value_head: Any
-    own: Any
-    slot: Any
-    left: Any
+# First token, key head and value head; the number of it among D and X, and among all.
+#
+# `left` tokens of it are there from the first on; none where no chunk has the number: every role
+# passes over it.
+Pair = namedtuple("Pair", "token head value_head own slot left")
 
 
 @gluon.jit

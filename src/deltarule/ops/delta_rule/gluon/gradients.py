@@ -191,18 +191,6 @@ def diagonal_halves(x):
 
 
 @gluon.jit
-def decay_of_pairs(tiles, row, there):
-    """What is left of token j at token i, where a pair is there; else 0."""
-    I: gl.constexpr = gl.SliceLayout(1, halves(CHUNK))
-    J: gl.constexpr = gl.SliceLayout(0, halves(CHUNK))
-    ratio = tiles.factors.index(row + which.WHOLES).load(I)[:, None]
-    ratio = ratio - tiles.factors.index(row + which.WHOLES).load(J)[None, :]
-    rest = tiles.factors.index(row + which.RESTS).load(I)[:, None]
-    ratio += rest - tiles.factors.index(row + which.RESTS).load(J)[None, :]
-    return gl.exp2(gl.where(there, ratio, NOTHING))
-
-
-@gluon.jit
 def leave_pairs(tiles, row, gp, gm, TIED: gl.constexpr, DECAY: gl.constexpr):
     """GP and GM of what dO . E and X . E are, rounded, to shared memory."""
     LAYOUT: gl.constexpr = halves(CHUNK)
@@ -211,7 +199,13 @@ def leave_pairs(tiles, row, gp, gm, TIED: gl.constexpr, DECAY: gl.constexpr):
     o_i, o_j = gl.arange(0, CHUNK, I)[:, None], gl.arange(0, CHUNK, J)[None, :]
     factor = gl.expand_dims(tiles.factors.index(row + which.KEY).load(J), 0)
     if DECAY:
-        factor = decay_of_pairs(tiles, row, o_i >= o_j) * factor
+        # What is left of token j at token i, where a pair is there; else 0.
+        there = o_i >= o_j
+        ratio = tiles.factors.index(row + which.WHOLES).load(I)[:, None]
+        ratio = ratio - tiles.factors.index(row + which.WHOLES).load(J)[None, :]
+        rest = tiles.factors.index(row + which.RESTS).load(I)[:, None]
+        ratio += rest - tiles.factors.index(row + which.RESTS).load(J)[None, :]
+        factor = gl.exp2(gl.where(there, ratio, NOTHING)) * factor
         gp = gp * factor
     else:
         gp = gl.where(o_i >= o_j, gp * factor, 0.0)

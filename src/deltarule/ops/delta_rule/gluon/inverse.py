@@ -78,20 +78,6 @@ def joined(x):
 
 
 @gluon.jit
-def minus_column(column, QUAD: gl.constexpr):
-    """- L_ri of the rows r of a quad, the same in all lanes of a warp."""
-    of_rows = column.slice(4 * QUAD, 4, dim=1).load(FOUR)
-    a, b, c, d = four(gl.reshape(of_rows, [4, 2, 2]))
-    LANES: gl.constexpr = gl.SliceLayout(1, COLUMNS)
-    return (
-        gl.expand_dims(gl.convert_layout(a, LANES), 1),
-        gl.expand_dims(gl.convert_layout(b, LANES), 1),
-        gl.expand_dims(gl.convert_layout(c, LANES), 1),
-        gl.expand_dims(gl.convert_layout(d, LANES), 1),
-    )
-
-
-@gluon.jit
 def in_lanes(a, b, c, d):
     """Four rows [block, column], each a register."""
     return (
@@ -103,9 +89,17 @@ def in_lanes(a, b, c, d):
 @gluon.jit
 def eliminate(column, x_i, quad, ROW: gl.constexpr, QUAD: gl.constexpr):
     """The rows of a quad of X, less L_ri x_i for those after row i."""
+    LANES: gl.constexpr = gl.SliceLayout(1, COLUMNS)
     x_a, x_b, x_c, x_d = quad
     if 4 * QUAD + 3 > ROW:
-        l_a, l_b, l_c, l_d = minus_column(column, QUAD)
+        # - L_ri of the rows r of the quad, the same in all lanes of a warp.
+        l_a, l_b, l_c, l_d = four(
+            gl.reshape(column.slice(4 * QUAD, 4, dim=1).load(FOUR), [4, 2, 2])
+        )
+        l_a = gl.expand_dims(gl.convert_layout(l_a, LANES), 1)
+        l_b = gl.expand_dims(gl.convert_layout(l_b, LANES), 1)
+        l_c = gl.expand_dims(gl.convert_layout(l_c, LANES), 1)
+        l_d = gl.expand_dims(gl.convert_layout(l_d, LANES), 1)
         if 4 * QUAD > ROW:
             x_a += l_a * x_i
         if 4 * QUAD + 1 > ROW:

@@ -1,6 +1,7 @@
 """What the roles of a program share: tiles in shared memory, barriers, and the program's place."""
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import triton
 from triton.experimental import gluon
@@ -23,98 +24,60 @@ BLOCK, BLOCKS = gl.constexpr(16), gl.constexpr(4)
 # Tiles of P that the state roles make: one is written while another is read.
 PAIR_SLOTS = gl.constexpr(2)
 
-
-class Tiles(NamedTuple):
-    """Tiles in shared memory; those of a chunk lie in its slot, chunk i in slot i % SLOTS."""
-
+# Tiles in shared memory; those of a chunk lie in its slot, chunk i in slot i % SLOTS.
+Tiles = namedtuple(
+    "Tiles",
     # [SLOTS, 64 / n, K], [SLOTS, 64, K] and [SLOTS * V / 64, 64, 64].
-    q: Any
-    k: Any
-    v: Any
+    "q k v "
     # [SLOTS, 64, 64]: T with an erase, or with SAVE N; [2 or SLOTS, 64 / n, 64]: P.
-    t: Any
-    p: Any
+    "t p "
     # [V / 64, 64 / n, 64]: o, of the chunk before the one that is being worked out.
-    o: Any
+    "o "
     # With SAVE [V / 64, 64, K] and, with an erase, [V / 64, 64, 64]: S and E on their way out.
-    saved: Any
-    errors: Any
+    "saved errors "
     # [SLOTS * GATES, 64] float32.
-    gates: Any
+    "gates "
     # [64] float32: sums of log2 decay, of the gate role alone.
-    sums: Any
+    "sums "
     # [SLOTS, 4 * 64] float32, with an erase: what is left of a token where a later block begins.
-    before: Any
+    "before "
     # For the inverse: [64, 64] and thrice [4, 16, 16] in float16, and I [16, 16] in float32.
-    rows: Any
-    own: Any
-    blocks: Any
-    scaled: Any
-    identity: Any
+    "rows own blocks scaled identity",
+)
 
-
-class Barriers(NamedTuple):
-    """Barriers of each slot (the first three), of each tile of P, and of each state role's o."""
-
+# Barriers of each slot (the first three), of each tile of P, and of each state role's o.
+Barriers = namedtuple(
+    "Barriers",
     # q, k, v and the gates are there; the state roles have done with all of it.
-    full: Any
-    empty: Any
+    "full empty "
     # T or N, or without an erase P, is there.
-    scored: Any
+    "scored "
     # All state roles have left their rows of P.
-    paired: Any
+    "paired "
     # o of a state role is there; it is in global memory.
-    written: Any
-    stored: Any
+    "written stored",
+)
 
+# What a call has: decays, a tied erase, unit norm, an initial state; what it saves.
+#
+# STEPS is the number n of a token's writes, in the rows n t to n t + n - 1. PER_GATE heads share
+# a gate, and what is saved but S and E: they leave the same bits there. A key has KEYS channels
+# and a value WIDTH. RAGGED: a last chunk may have fewer rows.
+Form = namedtuple("Form", "DECAY TIED UNIT INITIAL SAVE SCORES STEPS PER_GATE KEYS WIDTH RAGGED")
 
-class Form(NamedTuple):
-    """What a call has: decays, a tied erase, unit norm, an initial state; what it saves.
+# First token and number of tokens of the program's sequence, its chunks, and its heads.
+#
+# What is saved of its chunk i has the number `slot` + i `value_heads`.
+Place = namedtuple("Place", "start tokens chunks value_head key_head value_heads slot")
 
-    STEPS is the number n of a token's writes, in the rows n t to n t + n - 1. PER_GATE heads share
-    a gate, and what is saved but S and E: they leave the same bits there. A key has KEYS channels
-    and a value WIDTH. RAGGED: a last chunk may have fewer rows.
-    """
-
-    DECAY: bool
-    TIED: bool
-    UNIT: bool
-    INITIAL: bool
-    SAVE: bool
-    SCORES: bool
-    STEPS: int
-    PER_GATE: int
-    KEYS: int
-    WIDTH: int
-    RAGGED: bool
-
-
-class Place(NamedTuple):
-    """First token and number of tokens of the program's sequence, its chunks, and its heads.
-
-    What is saved of its chunk i has the number `slot` + i `value_heads`.
-    """
-
-    start: Any
-    tokens: Any
-    chunks: Any
-    value_head: Any
-    key_head: Any
-    value_heads: Any
-    slot: Any
-
-
-class Saved(NamedTuple):
-    """What a backward is saved from computing again, as triton/passes.py keeps it."""
-
+# What a backward is saved from computing again, as triton/passes.py keeps it.
+Saved = namedtuple(
+    "Saved",
     # Descriptors of [slots * V, K] and of [slots * 64, V or 64].
-    states: Any
-    errors: Any
-    scores: Any
-    corrections: Any
+    "states errors scores corrections "
     # Pointers to [slots, SCALINGS, 64] and to [slots].
-    scalings: Any
-    chunk_decay: Any
+    "scalings chunk_decay",
+)
 
 
 @triton.constexpr_function

@@ -9,7 +9,8 @@ sm_100 they have places in tensor memory, which the role stores to and loads fro
 told when products are done. Where there is no tensor memory, a place and a barrier are 0.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import triton
 from triton.experimental import gluon
@@ -29,50 +30,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, barrier, new_barrier
 
-
-class StatePlaces(NamedTuple):
-    """Of a state role: S, o, and one after the other S K^T and X; rows of P; left operands."""
-
-    state: Any
-    out: Any
-    erased: Any
-    pairs: Any
+# Of a state role: S, o, and one after the other S K^T and X; rows of P; left operands.
+StatePlaces = namedtuple(
+    "StatePlaces",
+    "state out erased pairs "
     # S, W or X, and X as it is written, in 16 bits.
-    low_state: Any
-    low_values: Any
-    written: Any
+    "low_state low_values written "
     # Done: S Q^T; S K^T; K Q^T; T W; what S and o come to.
-    has_out: Any
-    has_erased: Any
-    has_pairs: Any
-    has_values: Any
-    has_state: Any
+    "has_out has_erased has_pairs has_values has_state",
+)
 
+# Of the score role: K K^T, then U, or without an erase K Q^T; a left operand in float16.
+ScorePlaces = namedtuple("ScorePlaces", "pairs rows has_pairs has_16 has_32")
 
-class ScorePlaces(NamedTuple):
-    """Of the score role: K K^T, then U, or without an erase K Q^T; a left operand in float16."""
-
-    pairs: Any
-    rows: Any
-    has_pairs: Any
-    has_16: Any
-    has_32: Any
-
-
-class GradientPlaces(NamedTuple):
-    """Of the role that computes gradients: all operands are in shared memory."""
-
-    read_pairs: Any
-    erase_pairs: Any
-    written: Any
-    read: Any
-    erased: Any
-    held: Any
-    inner: Any
+# Of the role that computes gradients: all operands are in shared memory.
+GradientPlaces = namedtuple(
+    "GradientPlaces",
+    "read_pairs erase_pairs written read erased held inner "
     # Done: GP and GM; the products with S and D; those with q and k.
-    has_pairs: Any
-    has_states: Any
-    has_keys: Any
+    "has_pairs has_states has_keys",
+)
 
 
 @triton.constexpr_function

@@ -16,30 +16,11 @@ A free erase takes two launches, one for the rows q and one for the rows a.
 """
 
 from collections import namedtuple
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from deltarule.ops.delta_rule.triton.channel_decay import (
-    AFTER,
-    BEFORE,
-    BLOCK,
-    EARLY,
-    LATE,
-    LEAST,
-    ROWS,
-    channel_log_decay,
-    decays_of,
-    lead_decay,
-    load_sums,
-    near_decay,
-    of_block,
-    rounded,
-    store_block_decays,
-    store_sums,
-    tail_decay,
-)
+from deltarule.ops.delta_rule.triton import channel_decay as decay
 from deltarule.ops.delta_rule.triton.channel_tiles import (
     Gates,
     inverse_norms,
@@ -56,22 +37,13 @@ from deltarule.ops.runtime.places import chunk_place
 Keys = namedtuple("Keys", "q k a b")
 
 
-class Stored(NamedTuple):
-    """What is left of all chunks for the kernels that follow, the last three with a free erase."""
-
-    decayed_q: tl.tensor
-    erase: tl.tensor
-    write: tl.tensor
-    scores: tl.tensor
-    corrections: tl.tensor
-    scalings: tl.tensor
-    chunk_decay: tl.tensor
-    sums: tl.tensor
-    decayed_k: tl.tensor | None = None
-    value_scores: tl.tensor | None = None
-    from_values: tl.tensor | None = None
-
-
+# What is left of all chunks for the kernels that follow, the last three with a free erase.
+Stored = namedtuple(
+    "Stored",
+    "decayed_q erase write scores corrections scalings chunk_decay sums "
+    "decayed_k value_scores from_values",
+    defaults=(None, None, None),
+)
 # Where the rows x, the columns y and k of a chunk begin, their norms, and which rows x has.
 Sources = namedtuple("Sources", "p_x p_y p_k norm_x norm_k o_x m_x s_x")
 
@@ -79,25 +51,25 @@ Sources = namedtuple("Sources", "p_x p_y p_k norm_x norm_k o_x m_x s_x")
 @triton.jit
 def near_scores(b_x, b_y, b_g, BT: tl.constexpr, OWN: tl.constexpr):
     """x_i . y_j decay(j, i] pair by pair in the blocks on the diagonal: [BT, BT]."""
-    BLOCKS: tl.constexpr = BT // BLOCK
+    BLOCKS: tl.constexpr = BT // decay.BLOCK
     C: tl.constexpr = b_x.shape[1]
-    o_i = tl.arange(0, BLOCK)[None, :, None]
-    b_x = tl.reshape(b_x, (BLOCKS, BLOCK, C))
-    b_y = tl.reshape(b_y, (BLOCKS, BLOCK, C))
-    b_g = tl.reshape(b_g, (BLOCKS, BLOCK, C))
+    o_i = tl.arange(0, decay.BLOCK)[None, :, None]
+    b_x = tl.reshape(b_x, (BLOCKS, decay.BLOCK, C))
+    b_y = tl.reshape(b_y, (BLOCKS, decay.BLOCK, C))
+    b_g = tl.reshape(b_g, (BLOCKS, decay.BLOCK, C))
     o_r, o_c = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    same = o_r // BLOCK == o_c // BLOCK
+    same = o_r // decay.BLOCK == o_c // decay.BLOCK
     b_near = tl.zeros([BT, BT], tl.float32)
-    b_sum = tl.zeros([BLOCKS, BLOCK, C], tl.float32)
-    for i_up in range(BLOCK):
+    b_sum = tl.zeros([BLOCKS, decay.BLOCK, C], tl.float32)
+    for i_up in range(decay.BLOCK):
         # The sums after row j gain row j + 1 as j goes up the block.
-        j = BLOCK - 1 - i_up
+        j = decay.BLOCK - 1 - i_up
         last = o_i if OWN else o_i - 1
         b_next = tl.sum(tl.where(o_i == j + 1, b_g, 0.0), axis=1)[:, None, :]
         b_sum += tl.where(last > j, b_next, 0.0)
         b_column = tl.sum(tl.where(o_i == j, b_y, 0.0), axis=1)[:, None, :]
         b_pair = tl.reshape(tl.sum(b_x * b_column * tl.exp2(b_sum), axis=2), (BT,))
-        b_near = tl.where(same & (o_c % BLOCK == j), b_pair[:, None], b_near)
+        b_near = tl.where(same & (o_c % decay.BLOCK == j), b_pair[:, None], b_near)
     return b_near
 
 
@@ -137,13 +109,13 @@ def store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S: t
 @triton.jit
 def add_scores_below_bar(b_s, b_s2, p_g, p_s, e, o_r, rows, g, S: tl.constexpr, OWN: tl.constexpr):
     """Add the pairs that no product has: the columns below the bar, against their own block."""
-    if tl.load(p_s + LEAST * S.K) < -S.BAR:
+    if tl.load(p_s + decay.LEAST * S.K) < -S.BAR:
         # Few channels at a time: this path must not cost the others registers.
         for i_k in range(0, S.K, S.BN):
             o_n = i_k + tl.arange(0, S.BN)
             b_x, b_x2, b_y, b_y2 = rows_and_columns(e, o_r, o_r < rows, o_n, S)
-            b_g = channel_log_decay(p_g, o_r, rows, o_n, g, S)
-            m_below = load_sums(p_s, o_r, o_n, S.K) < -S.BAR
+            b_g = decay.channel_log_decay(p_g, o_r, rows, o_n, g, S)
+            m_below = decay.load_sums(p_s, o_r, o_n, S.K) < -S.BAR
             b_s += near_scores(b_x, tl.where(m_below, b_y, 0.0), b_g, S.BT, OWN)
             if S.ERASE != "none":
                 b_s2 += near_scores(b_x2, tl.where(m_below, b_y2, 0.0), b_g, S.BT, OWN)
@@ -153,7 +125,7 @@ def add_scores_below_bar(b_s, b_s2, p_g, p_s, e, o_r, rows, g, S: tl.constexpr, 
 @triton.jit
 def chunk_scores(x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr):
     """One chunk of one value head; of what each row reads, only the rows from `start` on."""
-    tl.static_assert(S.BT == 4 * BLOCK)
+    tl.static_assert(S.BT == 4 * decay.BLOCK)
     OWN: tl.constexpr = not S.ERASING_ROWS
     rows = tl.minimum(tokens, S.CT) * S.N_STEPS
     i_key = i_h // (S.HV // S.H)
@@ -175,24 +147,25 @@ def chunk_scores(x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr
     e = Sources(p_x, p_y, p_k, norm_x, norm_k, o_x, m_x, s_x)
     b_s, b_s2 = tl.zeros([S.BT, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
     if S.HAS_DECAY:
-        p_g = decays_of(g, first, i_h)
-        p_s = y.sums + i_slot * ROWS * S.K
+        p_g = decay.decays_of(g, first, i_h)
+        p_s = y.sums + i_slot * decay.ROWS * S.K
         if OWN:
-            store_sums(p_g, p_s, rows, g, S)
-            store_block_decays(p_s, y.chunk_decay + i_slot * S.K, S)
+            decay.store_sums(p_g, p_s, rows, g, S)
+            decay.store_block_decays(p_s, y.chunk_decay + i_slot * S.K, S)
         b_pair, b_pair2 = tl.zeros([S.BT, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
         for i_k in range(0, S.K, S.BC):
             o_k = i_k + tl.arange(0, S.BC)
             b_x, b_x2, b_y, b_y2 = rows_and_columns(e, o_r, m_r, o_k, S)
-            b_lead = load_sums(p_s, o_r, o_k, S.K)
-            b_row, b_near = lead_decay(p_s, o_r, o_k, S.K, OWN), near_decay(b_lead, S.BAR)
-            b_tail = tail_decay(p_s, b_lead, o_r, o_k, S.K, S.EXACT)
+            b_lead = decay.load_sums(p_s, o_r, o_k, S.K)
+            b_row = decay.lead_decay(p_s, o_r, o_k, S.K, OWN)
+            b_near = decay.near_decay(b_lead, S.BAR)
+            b_tail = decay.tail_decay(p_s, b_lead, o_r, o_k, S.K, S.EXACT)
             b_s = product(b_x * b_row, b_y * b_near, b_s, S.PRECISION)
             b_pair = product(b_x * b_row, b_y * b_tail, b_pair, S.PRECISION)
             if S.ERASE != "none":
                 b_s2 = product(b_x2 * b_row, b_y2 * b_near, b_s2, S.PRECISION)
                 b_pair2 = product(b_x2 * b_row, b_y2 * b_tail, b_pair2, S.PRECISION)
-        m_own, m_pair = o_i // BLOCK == o_j // BLOCK, o_i // 32 == o_j // 32
+        m_own, m_pair = o_i // decay.BLOCK == o_j // decay.BLOCK, o_i // 32 == o_j // 32
         b_s = tl.where(m_own, b_s, tl.where(m_pair, b_pair, 0.0))
         b_s2 = tl.where(m_own, b_s2, tl.where(m_pair, b_pair2, 0.0))
     for i_k in range(0, S.K, S.BC):
@@ -201,12 +174,13 @@ def chunk_scores(x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr
         b_to, b_from, b_late, b_early = 1.0, 1.0, 1.0, 1.0
         if S.HAS_DECAY:
             # Decays from the chunk's start to each row and on to its end; factors of level 2.
-            b_to, b_lead = lead_decay(p_s, o_r, o_k, S.K, OWN), load_sums(p_s, o_r, o_k, S.K)
-            b_from = tail_decay(p_s, b_lead, o_r, o_k, S.K, S.EXACT)
-            b_late = b_to * of_block(p_s, LATE, o_r, o_k, S.K)
-            b_early = b_from * of_block(p_s, EARLY, o_r, o_k, S.K)
-            b_to *= of_block(p_s, BEFORE, o_r, o_k, S.K)
-            b_from *= of_block(p_s, AFTER, o_r, o_k, S.K)
+            b_to = decay.lead_decay(p_s, o_r, o_k, S.K, OWN)
+            b_lead = decay.load_sums(p_s, o_r, o_k, S.K)
+            b_from = decay.tail_decay(p_s, b_lead, o_r, o_k, S.K, S.EXACT)
+            b_late = b_to * decay.of_block(p_s, decay.LATE, o_r, o_k, S.K)
+            b_early = b_from * decay.of_block(p_s, decay.EARLY, o_r, o_k, S.K)
+            b_to *= decay.of_block(p_s, decay.BEFORE, o_r, o_k, S.K)
+            b_from *= decay.of_block(p_s, decay.AFTER, o_r, o_k, S.K)
         store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S)
         b_s = product(b_x * b_late, b_y * b_early, b_s, S.PRECISION)
         if S.ERASE != "none":
@@ -255,5 +229,5 @@ def exact_scores_kernel(
 
 @triton.jit
 def product(b_x, b_y, b_acc, PRECISION: tl.constexpr):
-    b_x, b_y = rounded(b_x, PRECISION), rounded(b_y, PRECISION)
+    b_x, b_y = decay.rounded(b_x, PRECISION), decay.rounded(b_y, PRECISION)
     return tl.dot(b_x, tl.trans(b_y), acc=b_acc, input_precision=PRECISION)

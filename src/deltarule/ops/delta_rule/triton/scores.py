@@ -49,7 +49,9 @@ def head_sums_kernel(
     m_h = (o_h < S.HV)[None, :]
     p_g = log_decay + (first // T) * s_decay_b + (first % T + o_r // S.N_STEPS)[:, None] * s_decay_t
     b_g = tl.load(p_g + o_h[None, :] * s_decay_h, mask=m_r[:, None] & m_h, other=0.0)
-    whole, rest = tiles.decay_sums(b_g.to(tl.float32))
+    b_g = tl.maximum(b_g.to(tl.float32) * tiles.LOG2_E, tiles.LOWEST)
+    whole = tl.floor(b_g + 0.5)
+    whole, rest = tl.cumsum(whole, axis=0), tl.cumsum(b_g - whole, axis=0)
     p_s = scalings + (i_m.to(tl.int64) * S.HV + o_h)[None, :] * tiles.SCALINGS * S.BT + o_r[:, None]
     tl.store(p_s + tiles.WHOLE * S.BT, whole, mask=m_h)
     tl.store(p_s + tiles.REST * S.BT, rest, mask=m_h)

@@ -166,7 +166,8 @@ def recurrent_step(step: Step) -> Tensor:
     sizes = *inputs.q.shape[2:], value_heads, value_size, inputs.n_steps
     rule = inputs.decay, inputs.erase, inputs.normalize_qk, form, maps.beta_max is not None
     places = indices is not None, states is not None, slots, below
-    values = *sizes, *rule, *places, num_warps(state.dtype)
+    # Half as many warps for half as many bytes.
+    values = *sizes, *rule, *places, 1 if state.dtype.itemsize == 2 else 2
     early = indices is None and cu_seqlens is None and read_early(state)
     kernel = step_launch(inputs.q.device, values, tuple({**chained(), "EARLY": early}.items()))
     grid = -(-value_size // ROWS) * value_heads * batch, 1, 1
@@ -196,11 +197,6 @@ def step_launch(
     constants = dict(zip(CONSTANTS, values, strict=True))
     tile = {"BK": power_of_2(constants["K"]), "BV": ROWS}
     return Launch(recurrent_step_kernel, {**constants, **tile, "num_stages": 1, **dict(chained)})
-
-
-def num_warps(state_dtype: torch.dtype) -> int:
-    """Half as many warps for half as many bytes."""
-    return 1 if state_dtype.itemsize == 2 else 2
 
 
 def _adjacent(x: Tensor | None) -> Tensor | None:

@@ -236,14 +236,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def decay_sums(b_g):
-    """Running sums of natural log decays, to base 2: (whole, rest)."""
-    b_g = tl.maximum(b_g * LOG2_E, LOWEST)
-    whole = tl.floor(b_g + 0.5)
-    return tl.cumsum(whole, axis=0), tl.cumsum(b_g - whole, axis=0)
-
-
-@triton.jit
 def decay_ratio(whole_i, rest_i, whole_j, rest_j):
     """The decay after row j up to row i, for j <= i; 1 at most for any j."""
     return tl.exp2(tl.minimum((whole_i - whole_j) + (rest_i - rest_j), 0.0))
