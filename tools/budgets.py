@@ -32,7 +32,7 @@ FOLDERS = {
     "src/deltarule": 53_350,
     "src/deltarule/ops": 25_530,
     "src/deltarule/ops/runtime": 1_070,
-    "src/deltarule/ops/delta_rule": 11_850,
+    "src/deltarule/ops/delta_rule": 11_770,
     "src/deltarule/ops/context": 590,
     "src/deltarule/ops/selective_scan": 1_440,
     "src/deltarule/ops/mesa": 780,

@@ -25,21 +25,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from deltarule.ops.delta_rule.gluon.memory import (
-    BETA,
-    BLOCK,
-    BLOCKS,
-    CHUNK,
-    COLUMN_SUM,
-    END,
-    ERASE,
-    FACTOR,
-    GATES,
-    KEY_SUM,
-    QUERY_SUM,
-    READ,
-    WRITE,
-)
+from deltarule.ops.delta_rule.gluon import memory
+from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATES
 from deltarule.ops.delta_rule.triton import tiles as triton_tiles
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -137,23 +124,23 @@ def gate_role(
             if UNIT:
                 log_key = fast_log2(key)
                 b_key, b_column = b + log_key, b - log_key
-            tiles.gates.index(gate + KEY_SUM).store(b_key)
-            tiles.gates.index(gate + COLUMN_SUM).store(b_column)
-            tiles.gates.index(gate + END).store(gl.exp2(zero + b_end))
+            tiles.gates.index(gate + memory.KEY_SUM).store(b_key)
+            tiles.gates.index(gate + memory.COLUMN_SUM).store(b_column)
+            tiles.gates.index(gate + memory.END).store(gl.exp2(zero + b_end))
         if TIED:
             before, factor = tiles.before.index(slot), key
             if DECAY:
                 factor = leave_decays_before(before, tiles.sums, b_key, b_column, LAYOUT)
             else:
                 leave_keys_before(before, key, LAYOUT)
-            tiles.gates.index(gate + FACTOR).store(-factor if SAVE else -b_beta * factor)
+            tiles.gates.index(gate + memory.FACTOR).store(-factor if SAVE else -b_beta * factor)
         if DECAY:
             write, erase = gl.exp2(b_end - b) * key, gl.exp2(b) * key
         if TIED:
-            tiles.gates.index(gate + BETA).store(b_beta)
-            tiles.gates.index(gate + ERASE).store(erase if SAVE else b_beta * erase)
+            tiles.gates.index(gate + memory.BETA).store(b_beta)
+            tiles.gates.index(gate + memory.ERASE).store(erase if SAVE else b_beta * erase)
         if DECAY or UNIT:
-            tiles.gates.index(gate + WRITE).store(write)
+            tiles.gates.index(gate + memory.WRITE).store(write)
             read = zero + scale
             if UNIT:
                 read *= b_q
@@ -161,9 +148,9 @@ def gate_role(
                 b_query = b + log_scale
                 if UNIT:
                     b_query += fast_log2(b_q)
-                store_reads(tiles.gates.index(gate + QUERY_SUM), b_query, STEPS)
+                store_reads(tiles.gates.index(gate + memory.QUERY_SUM), b_query, STEPS)
                 read *= gl.exp2(b)
-            store_reads(tiles.gates.index(gate + READ), read, STEPS)
+            store_reads(tiles.gates.index(gate + memory.READ), read, STEPS)
         if SAVE:
             own = ((place.slot + i * place.value_heads) // FORM.PER_GATE).to(gl.int64)
             if DECAY or TIED or UNIT:

@@ -23,16 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mma_v2,
 )
 
-from deltarule.ops.delta_rule.gluon.memory import (
-    BETA,
-    BLOCK,
-    BLOCKS,
-    CHUNK,
-    FACTOR,
-    GATES,
-    barrier,
-    product,
-)
+from deltarule.ops.delta_rule.gluon import memory
+from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATES, barrier, product
 from deltarule.ops.delta_rule.gluon.products import finish, operand, start, tell, value
 
 # Of products of batches, one 16 x 16 block (or 16 rows) a warp.
@@ -155,14 +147,14 @@ def below(blocks: gl.constexpr):
 
 
 @gluon.jit
-def double(u, beta_u, on, memory, places, done, phase):
+def double(u, beta_u, on, room, places, done, phase):
     """U or N of the blocks of twice as many rows; `on` is 1 in their lower left halves."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, product(CHUNK), 2)
-    memory.store(beta_u.to(gl.float16))
+    room.store(beta_u.to(gl.float16))
     fence_async_shared()
     left = operand(places.rows, (u * on).to(gl.float16), LEFT)
     barrier()
-    u = start(places.pairs, left, memory, u)
+    u = start(places.pairs, left, room, u)
     tell(done)
     return value(finish((u,), done, phase), product(CHUNK))
 
@@ -172,7 +164,7 @@ def invert(tiles, slot, on_16, on_32, places, phase, SAVE: gl.constexpr):
     """U, or with SAVE N [64, 64], of what leave_m left."""
     at_t = tiles.t.index(slot)
     minus_l = at_t._reinterpret(gl.float32, [BLOCK, BLOCKS, BLOCK], PLAIN)
-    factor = tiles.gates.index(slot * GATES + FACTOR).reshape([BLOCKS, BLOCK])
+    factor = tiles.gates.index(slot * GATES + memory.FACTOR).reshape([BLOCKS, BLOCK])
     invert_blocks(minus_l, tiles.identity, factor, tiles.blocks, tiles.scaled)
     barrier()
     LEFT: gl.constexpr = gl.DotOperandLayout(0, BATCH, 2)
@@ -183,7 +175,7 @@ def invert(tiles, slot, on_16, on_32, places, phase, SAVE: gl.constexpr):
     if SAVE:
         right = tiles.own.permute((0, 2, 1)).load(gl.DotOperandLayout(1, BATCH, 2))
         own = mma_v2(left, right, gl.zeros([BLOCKS, BLOCK, BLOCK], gl.float32, BATCH))
-        beta = tiles.gates.index(slot * GATES + BETA).load(gl.SliceLayout(1, product(CHUNK)))
+        beta = tiles.gates.index(slot * GATES + memory.BETA).load(gl.SliceLayout(1, product(CHUNK)))
         beta = beta[:, None]
     else:
         own = gl.convert_layout(left, BATCH).to(gl.float32)
@@ -192,8 +184,8 @@ def invert(tiles, slot, on_16, on_32, places, phase, SAVE: gl.constexpr):
         own, beta = gl.where(o_i == o_j, 0.0, own), 1.0
     u = with_blocks(u, own)
     # T is not known yet, and its slot free again.
-    memory = at_t._reinterpret(gl.float16, [CHUNK, CHUNK], at_t.layout)
-    u = double(u, u * beta if SAVE else u, on_16, memory, places, places.has_16, phase)
+    room = at_t._reinterpret(gl.float16, [CHUNK, CHUNK], at_t.layout)
+    u = double(u, u * beta if SAVE else u, on_16, room, places, places.has_16, phase)
     return double(u, u * beta if SAVE else u, on_32, tiles.rows, places, places.has_32, phase)
 
 

@@ -27,11 +27,7 @@ import triton
 import triton.language as tl
 
 from deltarule.ops.delta_rule.triton import channel_decay as decay
-from deltarule.ops.delta_rule.triton.channel_tiles import (
-    inverse_norms,
-    load_beta,
-    load_channels,
-)
+from deltarule.ops.delta_rule.triton import channel_tiles as channels
 from deltarule.ops.delta_rule.triton.tiles import load_chunk, load_rows, store_rows
 
 # What the gradients of pairs and the decays left, where gradients go, and the scale.
@@ -228,7 +224,7 @@ def pairs_of_chunk(
     row_v = (first * S.N_STEPS * S.HV + i_h) * S.V
     b_beta = tl.full([S.BT], 1.0, tl.float32)
     if S.ERASE == "tied":
-        b_beta = load_beta(g, first, i_h, o_r, m_r, S)
+        b_beta = channels.load_beta(g, first, i_h, o_r, m_r, S)
     b_g, b_g2 = tl.zeros([S.BT, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
     b_g3, b_g4 = tl.zeros([S.BT, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
     b_dbeta = tl.zeros([S.BT], tl.float32)
@@ -307,23 +303,23 @@ def channel_tile(i, x, y, g, norms, i_m, i_key, i_k, first, rows, below_bar, S: 
     m_r, m_k = o_r < rows, (o_k < S.K)[None, :]
     o_t, m_q = o_r // S.N_STEPS, m_r & (o_r % S.N_STEPS == S.N_STEPS - 1)
     row_q, row_k = (first * S.H + i_key) * S.K, (first * S.N_STEPS * S.H + i_key) * S.K
-    b_q = load_channels(i.q + row_q, o_t, m_q, o_k, S.H * S.K, S.K) * norms[0]
-    b_k = load_channels(i.k + row_k, o_r, m_r, o_k, S.H * S.K, S.K) * norms[1]
+    b_q = channels.load_channels(i.q + row_q, o_t, m_q, o_k, S.H * S.K, S.K) * norms[0]
+    b_k = channels.load_channels(i.k + row_k, o_r, m_r, o_k, S.H * S.K, S.K) * norms[1]
     b_dq, b_dk = tl.zeros([S.BT, S.BC], tl.float32), tl.zeros([S.BT, S.BC], tl.float32)
     for i_g in range(S.HV // S.H):
         i_h = i_key * (S.HV // S.H) + i_g
         i_slot, row_a = i_m.to(tl.int64) * S.HV + i_h, (first * S.HV + i_h) * S.K
         b_x, b_y = b_k, b_k
         if FREE:
-            b_x = load_channels(i.a + row_a, o_r, m_r, o_k, S.HV * S.K, S.K)
-            b_y = load_channels(i.b + row_a, o_r, m_r, o_k, S.HV * S.K, S.K)
+            b_x = channels.load_channels(i.a + row_a, o_r, m_r, o_k, S.HV * S.K, S.K)
+            b_y = channels.load_channels(i.b + row_a, o_r, m_r, o_k, S.HV * S.K, S.K)
         e = Sides(b_q, b_x, b_y, b_k)
         b_dqh, b_row, b_col, b_colk, b_both = state_gradients(
             x, i_slot, first, i_h, o_r, m_r, o_k, S
         )
         b_dqh *= y.scale
         if S.ERASE == "tied":
-            b_beta = load_beta(g, first, i_h, o_r, m_r, S)
+            b_beta = channels.load_beta(g, first, i_h, o_r, m_r, S)
             b_row *= -b_beta[:, None]
             b_col *= b_beta[:, None]
         if S.ERASE == "none":
@@ -383,8 +379,12 @@ def gradients_of_chunk(i_m, i_key, first, rows, i, x, y, g, S: tl.constexpr):
     m_r = o_r < rows
     o_t, m_q = o_r // S.N_STEPS, m_r & (o_r % S.N_STEPS == S.N_STEPS - 1)
     row_q, row_k = (first * S.H + i_key) * S.K, (first * S.N_STEPS * S.H + i_key) * S.K
-    norm_q = inverse_norms(i.q + row_q, o_t, m_q, S.H * S.K, S.K, S.BC, S.UNIT_NORM)[:, None]
-    norm_k = inverse_norms(i.k + row_k, o_r, m_r, S.H * S.K, S.K, S.BC, S.UNIT_NORM)[:, None]
+    norm_q = channels.inverse_norms(i.q + row_q, o_t, m_q, S.H * S.K, S.K, S.BC, S.UNIT_NORM)[
+        :, None
+    ]
+    norm_k = channels.inverse_norms(i.k + row_k, o_r, m_r, S.H * S.K, S.K, S.BC, S.UNIT_NORM)[
+        :, None
+    ]
     norms, least = (norm_q, norm_k), 0.0
     if S.HAS_DECAY:
         for i_g in range(S.HV // S.H):

@@ -28,20 +28,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from deltarule.ops.delta_rule.triton.tiles import (
-    LOG2_E,
-    Around,
-    Chunk,
-    diagonal,
-    inverse_norm,
-    load_chunk,
-    load_errors,
-    load_rows,
-    load_state,
-    load_tile,
-    over_values,
-    store_rows,
-)
+from deltarule.ops.delta_rule.triton import tiles
 from deltarule.ops.runtime.places import chunk_place, place_of
 
 # Queries, keys and gates of all rows, a triangle of ones, and where gradients go.
@@ -78,7 +65,7 @@ def store_tile(
     if TMA:
         x.store([row.to(tl.int32), i_h * C + column], b_x.to(x.dtype))
     else:
-        store_rows(x + (row * HEADS + i_h) * C, b_x, o_r, m_r, o_c, C, HEADS * C)
+        tiles.store_rows(x + (row * HEADS + i_h) * C, b_x, o_r, m_r, o_c, C, HEADS * C)
 
 
 @triton.jit
@@ -88,7 +75,7 @@ def store_value_gradients(d_v, d_errors, b_beta, i_c, at, o_r, m_r, S: tl.conste
     row = at.first * S.N_STEPS
     for i_v in tl.range(i_c * S.BV, S.V, SLICES * S.BV, num_stages=1):
         o_v = i_v + tl.arange(0, S.BV)
-        b_x = load_chunk(d_errors, at.slot, i_v, S.V, S.BT, S.BV, S.TMA)
+        b_x = tiles.load_chunk(d_errors, at.slot, i_v, S.V, S.BT, S.BV, S.TMA)
         b_x = b_x.to(tl.float32) * b_beta[:, None]
         store_tile(d_v, row, at.head, i_v, o_r, m_r, o_v, b_x, S.HV, S.V, S.TMA)
 
@@ -106,7 +93,7 @@ def add_value_head(
     b_beta = tl.full([S.BT], 1.0, tl.float32)
     if S.TIED:
         b_beta = tl.load(p_beta + o_r * s_beta_t, mask=m_r, other=0.0).to(tl.float32)
-    b_gp, b_gm, b_read, b_row, _, _ = over_values(x, at, o_t, m_q, i_k, S, False)
+    b_gp, b_gm, b_read, b_row, _, _ = tiles.over_values(x, at, o_t, m_q, i_k, S, False)
     b_read *= 2.0**-S.SHIFT
     b_row *= 2.0**-S.SHIFT
     b_gp = tl.where(o_r[:, None] >= o_r[None, :], b_gp, 0.0).to(low)
@@ -114,23 +101,23 @@ def add_value_head(
     b_turned = tl.trans(b_gp)
     if S.TIED:
         p_dbeta = y.d_beta + (at.first * S.N_STEPS + o_r) * S.HV + at.head
-        tl.store(p_dbeta, diagonal(b_gm), mask=m_r & (i_c == 0))
+        tl.store(p_dbeta, tiles.diagonal(b_gm), mask=m_r & (i_c == 0))
         b_gm = tl.where(o_r[:, None] > o_r[None, :], b_gm, 0.0).to(low)
         b_turned2 = tl.trans(b_gm)
-    b_g = load_tile(y.log_decay, at.first, at.head, i_k, o_t, m_g, o_k, S.HV, S.K, S)
-    b_ones = load_chunk(y.ones, i_c * 0, 0, S.BT, S.BT, S.BT, S.TMA)
-    b_c = sum_rows(b_ones, b_g.to(tl.float32) * LOG2_E, low, S.PRECISION) + S.SHIFT
+    b_g = tiles.load_tile(y.log_decay, at.first, at.head, i_k, o_t, m_g, o_k, S.HV, S.K, S)
+    b_ones = tiles.load_chunk(y.ones, i_c * 0, 0, S.BT, S.BT, S.BT, S.TMA)
+    b_c = sum_rows(b_ones, b_g.to(tl.float32) * tiles.LOG2_E, low, S.PRECISION) + S.SHIFT
     # Sums never grow: that of all rows is the least.
     b_all = tl.exp2(tl.min(b_c, axis=0))
     b_lead, b_near = tl.exp2(b_c), tl.exp2(-b_c)
-    b_k = load_tile(y.k, at.first * S.N_STEPS, i_key, i_k, o_r, m_r, o_k, S.H, S.K, S)
+    b_k = tiles.load_tile(y.k, at.first * S.N_STEPS, i_key, i_k, o_r, m_r, o_k, S.H, S.K, S)
     b_k = b_k.to(tl.float32) * (norm_k * b_beta)[:, None]
     b_y = rounded(b_k * b_near, low)
     b_low = b_y.to(low)
     b_read = tl.dot(b_gp, b_low, acc=b_read, input_precision=S.PRECISION)
     if S.TIED:
         b_row = tl.dot(b_gm, b_low, acc=b_row, input_precision=S.PRECISION)
-    b_q = load_tile(y.q, at.first, i_key, i_k, o_t, m_q, o_k, S.H, S.K, S)
+    b_q = tiles.load_tile(y.q, at.first, i_key, i_k, o_t, m_q, o_k, S.H, S.K, S)
     b_x = rounded(b_q.to(tl.float32) * (norm_q * y.scale)[:, None] * b_lead, low)
     b_z = b_x * b_read
     b_read *= b_lead * (norm_q * y.scale)[:, None]
@@ -147,19 +134,19 @@ def add_value_head(
         b_turn2 = b_u.to(low)
     b_col, b_sd = tl.zeros([S.BT, S.BC], tl.float32), tl.zeros([S.BC, S.BC], tl.float32)
     for i_v in range(0, S.V, S.BV):
-        b_e = load_errors(x, at, i_v, S)
-        b_s = load_state(x.states, at.slot, i_v, i_k, S)
-        b_d = load_state(x.d_states, at.slot, i_v, i_k, S)
+        b_e = tiles.load_errors(x, at, i_v, S)
+        b_s = tiles.load_state(x.states, at.slot, i_v, i_k, S)
+        b_d = tiles.load_state(x.d_states, at.slot, i_v, i_k, S)
         b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=S.PRECISION)
         b_sd = tl.dot(tl.trans(b_s), b_d, acc=b_sd, input_precision=S.PRECISION)
     b_col *= b_all[None, :]
-    b_end = 2.0**-S.SHIFT * b_all * diagonal(b_sd) + tl.sum(b_y * b_col, axis=0)
+    b_end = 2.0**-S.SHIFT * b_all * tiles.diagonal(b_sd) + tl.sum(b_y * b_col, axis=0)
     b_col = tl.dot(b_turned, b_turn, acc=b_col, input_precision=S.PRECISION)
     if S.TIED:
         b_col = tl.dot(b_turned2, b_turn2, acc=b_col, input_precision=S.PRECISION)
     b_z -= b_y * b_col
     b_col = (b_col * b_near - b_row) * (norm_k * b_beta)[:, None]
-    b_ones = load_chunk(y.ones, i_c * 0, 0, S.BT, S.BT, S.BT, S.TMA)
+    b_ones = tiles.load_chunk(y.ones, i_c * 0, 0, S.BT, S.BT, S.BT, S.TMA)
     b_z = sum_rows(tl.trans(b_ones), b_z, low, S.PRECISION) + b_end[None, :]
     store_tile(y.d_log_decay, at.first, at.head, i_k, o_t, m_g, o_k, b_z, S.HV, S.K, S.TMA)
     store_value_gradients(y.d_v, x.d_errors, b_beta, i_c, at, o_r, m_r, S)
@@ -179,7 +166,7 @@ def fast_gradients_kernel(
     descriptor; p_q and p_k are q and k as pointers.
     `unit_norm_gradients_kernel` takes them through unit norms afterwards.
     """
-    x = Around(v, states, errors, d_o, d_states, d_errors)
+    x = tiles.Around(v, states, errors, d_o, d_states, d_errors)
     y = Rows(ones, q, k, log_decay, d_q, d_v, d_beta, d_log_decay, scale)
     # The programs of a chunk run side by side, and share what they read in the cache.
     i_c, i_key, i_m = place_of((S.K + S.BC - 1) // S.BC, S.H)
@@ -196,8 +183,10 @@ def fast_gradients_kernel(
         o_all = tl.arange(0, S.BK)
         p_q += (first * S.H + i_key) * S.K
         p_k += (first * S.N_STEPS * S.H + i_key) * S.K
-        norm_q = inverse_norm(load_rows(p_q, o_t, m_q, o_all, S.K, S.H * S.K, S.K == S.BK))
-        norm_k = inverse_norm(load_rows(p_k, o_r, m_r, o_all, S.K, S.H * S.K, S.K == S.BK))
+        b_all = tiles.load_rows(p_q, o_t, m_q, o_all, S.K, S.H * S.K, S.K == S.BK)
+        norm_q = tiles.inverse_norm(b_all)
+        b_all = tiles.load_rows(p_k, o_r, m_r, o_all, S.K, S.H * S.K, S.K == S.BK)
+        norm_k = tiles.inverse_norm(b_all)
     b_dq, b_dk = tl.zeros([S.BT, S.BC], tl.float32), tl.zeros([S.BT, S.BC], tl.float32)
     i_b, i_t = first // T, first % T
     for i_g in range(S.HV // S.H):
@@ -206,7 +195,7 @@ def fast_gradients_kernel(
         p_beta = beta
         if S.TIED:
             p_beta += i_b * s_beta_b + i_t * S.N_STEPS * s_beta_t + i_h * s_beta_h
-        at = Chunk(first, tokens, rows, i_h, i_slot, i_slot)
+        at = tiles.Chunk(first, tokens, rows, i_h, i_slot, i_slot)
         b_dq, b_dk = add_value_head(
             b_dq, b_dk, norm_q, norm_k, x, y, at, p_beta, s_beta_t, i_c, i_key, S
         )

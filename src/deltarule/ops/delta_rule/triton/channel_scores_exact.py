@@ -21,15 +21,7 @@ import triton
 import triton.language as tl
 
 from deltarule.ops.delta_rule.triton import channel_decay as decay
-from deltarule.ops.delta_rule.triton.channel_tiles import (
-    Gates,
-    inverse_norms,
-    load_beta,
-    load_channels,
-    store_channels,
-    store_scores,
-    store_square,
-)
+from deltarule.ops.delta_rule.triton import channel_tiles as channels
 from deltarule.ops.delta_rule.triton.tiles import BETA, SCALINGS, correction
 from deltarule.ops.runtime.places import chunk_place
 
@@ -76,11 +68,11 @@ def near_scores(b_x, b_y, b_g, BT: tl.constexpr, OWN: tl.constexpr):
 @triton.jit
 def rows_and_columns(e, o_r, m_r, o_k, S: tl.constexpr):
     """Rows x and x2, columns y and y2 of the channels o_k: see the head of this page."""
-    b_x = load_channels(e.p_x, e.o_x, e.m_x, o_k, e.s_x, S.K) * e.norm_x
-    b_y2 = load_channels(e.p_k, o_r, m_r, o_k, S.H * S.K, S.K) * e.norm_k
+    b_x = channels.load_channels(e.p_x, e.o_x, e.m_x, o_k, e.s_x, S.K) * e.norm_x
+    b_y2 = channels.load_channels(e.p_k, o_r, m_r, o_k, S.H * S.K, S.K) * e.norm_k
     if S.ERASE == "free":
         b_x2 = b_x
-        b_y = load_channels(e.p_y, o_r, m_r, o_k, S.HV * S.K, S.K)
+        b_y = channels.load_channels(e.p_y, o_r, m_r, o_k, S.HV * S.K, S.K)
     else:
         b_x2 = b_y2
         b_y = b_y2
@@ -91,19 +83,19 @@ def rows_and_columns(e, o_r, m_r, o_k, S: tl.constexpr):
 def store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S: tl.constexpr):
     m_all, m_new = o_r < S.BT, o_r >= start
     if S.ERASING_ROWS:
-        store_channels(y.erase, i_slot, o_r, o_k, b_x * b_to, S.BT, S.K, m_new)
-        store_channels(y.decayed_k, i_slot, o_r, o_k, b_y2 * b_from, S.BT, S.K, m_all)
+        channels.store_channels(y.erase, i_slot, o_r, o_k, b_x * b_to, S.BT, S.K, m_new)
+        channels.store_channels(y.decayed_k, i_slot, o_r, o_k, b_y2 * b_from, S.BT, S.K, m_all)
     else:
-        m_last = m_new & (o_r % S.N_STEPS == S.N_STEPS - 1)
-        store_channels(y.decayed_q, i_slot, o_r // S.N_STEPS, o_k, b_x * b_to, S.BQ, S.K, m_last)
-        store_channels(y.write, i_slot, o_r, o_k, b_y * b_from, S.BT, S.K, m_all)
+        m_last, o_t = m_new & (o_r % S.N_STEPS == S.N_STEPS - 1), o_r // S.N_STEPS
+        channels.store_channels(y.decayed_q, i_slot, o_t, o_k, b_x * b_to, S.BQ, S.K, m_last)
+        channels.store_channels(y.write, i_slot, o_r, o_k, b_y * b_from, S.BT, S.K, m_all)
         if S.ERASE == "tied":
-            store_channels(y.erase, i_slot, o_r, o_k, b_y * b_to, S.BT, S.K, m_new)
+            channels.store_channels(y.erase, i_slot, o_r, o_k, b_y * b_to, S.BT, S.K, m_new)
         if S.N_STEPS * S.BQ > S.BT:
             # Rows that no row of the chunk stands for.
             o_q = tl.arange(0, S.BQ)
             b_zero = tl.zeros([S.BQ, o_k.shape[0]], tl.float32)
-            store_channels(y.decayed_q, i_slot, o_q, o_k, b_zero, S.BQ, S.K, o_q >= S.CT)
+            channels.store_channels(y.decayed_q, i_slot, o_q, o_k, b_zero, S.BQ, S.K, o_q >= S.CT)
 
 
 @triton.jit
@@ -136,14 +128,15 @@ def chunk_scores(x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr
     p_y = p_k
     if S.ERASE == "free":
         p_y = x.b + (first * S.HV + i_h) * S.K
-    norm_k = inverse_norms(p_k, o_r, m_r, S.H * S.K, S.K, S.BC, S.UNIT_NORM)[:, None]
+    norm_k = channels.inverse_norms(p_k, o_r, m_r, S.H * S.K, S.K, S.BC, S.UNIT_NORM)[:, None]
     if S.ERASING_ROWS:
         p_x, o_x, m_x, s_x, norm_x = x.a + (first * S.HV + i_h) * S.K, o_r, m_r, S.HV * S.K, 1.0
     else:
         # A query takes part as the last row of its token.
         m_x = m_r & (o_r % S.N_STEPS == S.N_STEPS - 1)
         p_x, o_x, s_x = x.q + (first * S.H + i_key) * S.K, o_r // S.N_STEPS, S.H * S.K
-        norm_x = inverse_norms(p_x, o_x, m_x, S.H * S.K, S.K, S.BC, S.UNIT_NORM)[:, None] * scale
+        norm_x = channels.inverse_norms(p_x, o_x, m_x, S.H * S.K, S.K, S.BC, S.UNIT_NORM)
+        norm_x = norm_x[:, None] * scale
     e = Sources(p_x, p_y, p_k, norm_x, norm_k, o_x, m_x, s_x)
     b_s, b_s2 = tl.zeros([S.BT, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
     if S.HAS_DECAY:
@@ -189,18 +182,18 @@ def chunk_scores(x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr
         b_s, b_s2 = add_scores_below_bar(b_s, b_s2, p_g, p_s, e, o_r, rows, g, S, OWN)
     if S.ERASING_ROWS:
         # First, for the registers that the inverse needs.
-        store_square(y.from_values, i_slot, tl.where(o_j < o_i, b_s2, 0.0), start, S.BT)
+        channels.store_square(y.from_values, i_slot, tl.where(o_j < o_i, b_s2, 0.0), start, S.BT)
         b_one = tl.full([S.BT], 1.0, tl.float32)
         b_n = correction(tl.where(o_j < o_i, b_s, 0.0), b_one, S.BT, S.MERGE)
-        store_square(y.corrections, i_slot, b_n, start, S.BT)
+        channels.store_square(y.corrections, i_slot, b_n, start, S.BT)
     else:
-        store_scores(y.scores, i_slot, o_r, b_s, start, S)
+        channels.store_scores(y.scores, i_slot, o_r, b_s, start, S)
         if S.ERASE == "free":
-            store_scores(y.value_scores, i_slot, o_r, b_s2, start, S)
+            channels.store_scores(y.value_scores, i_slot, o_r, b_s2, start, S)
         if S.ERASE == "tied":
-            b_beta = load_beta(g, first, i_h, o_r, m_r, S)
+            b_beta = channels.load_beta(g, first, i_h, o_r, m_r, S)
             b_n = correction(tl.where(o_j < o_i, -b_s2, 0.0), b_beta, S.BT, S.MERGE)
-            store_square(y.corrections, i_slot, b_n, start, S.BT)
+            channels.store_square(y.corrections, i_slot, b_n, start, S.BT)
             tl.store(y.scalings + (i_slot * SCALINGS + BETA) * S.BT + o_r, b_beta)
 
 
@@ -218,7 +211,7 @@ def exact_scores_kernel(
     first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, S.PACKED)
     if tokens <= 0:
         return
-    g = Gates(
+    g = channels.Gates(
         beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k
     )
     free = decayed_k, value_scores, from_values

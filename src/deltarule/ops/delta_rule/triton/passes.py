@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
@@ -21,7 +23,7 @@ from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Layout, Plan, Shap
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.scores import head_scores, score_shapes
 from deltarule.ops.delta_rule.triton.segments import first_states, last_gradients
-from deltarule.ops.delta_rule.triton.unit_norm import through_norm
+from deltarule.ops.delta_rule.triton.tiles import inverse_norm, unit_norm_backward
 from deltarule.ops.delta_rule.triton.windows import Windows
 from deltarule.ops.runtime.launch import ALIGNED, compiled_together
 from deltarule.ops.runtime.replay import Outputs, Recorded
@@ -138,7 +140,11 @@ def gradients(call: Call, cut: Windows | None) -> tuple[Tensor | None, ...]:
         windows.backward(call, cut)
     inputs, window = call.inputs, WHOLE if cut is None else cut.window(0)
     if inputs.normalize_qk and (inputs.by_channel or gradients_of(call, window).rows_are_cut(call)):
-        through_norm(call)
+        for name in ("q", "k"):
+            rows = call[name].numel() // call.plan.sizes["K"]
+            own = {"x": call[name], "d_x": call[f"d_{name}"], "rows": rows, "ROWS": NORM_ROWS}
+            own |= {"num_warps": 4, "num_stages": 1}
+            call.launch(unit_norm_gradients_kernel, (plan.blocks(rows, NORM_ROWS), 1, 1), own)
     d_initial = None if inputs.initial_state is None else call["d_initial"]
     return *(call[f"d_{name}"] for name in Inputs._fields[:7]), d_initial
 
@@ -168,8 +174,7 @@ def new_gradients(call: Call) -> None:
 
 
 def scores(call: Call) -> None:
-    stage = channel_stages.scores if call.inputs.by_channel else head_scores
-    stage(call)
+    (channel_stages.scores if call.inputs.by_channel else head_scores)(call)
 
 
 def scan(call: Call, output: bool) -> tuple[Tensor | None, Tensor]:
@@ -241,3 +246,19 @@ def is_piece(x: Tensor) -> bool:
 
 def piece(x: Tensor) -> Tensor:
     return x if is_piece(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+# Rows of q or k that a program takes through their norms, if no kernel before had them whole.
+NORM_ROWS = 32
+
+
+@triton.jit(do_not_specialize=["rows"])
+def unit_norm_gradients_kernel(x, d_x, rows, S: tl.constexpr):
+    """Gradients by unit q or k, rows of K channels, to those by q or k, in place."""
+    o_r = tl.program_id(0).to(tl.int64) * S.ROWS + tl.arange(0, S.ROWS)
+    o_k = tl.arange(0, S.BK)
+    o_x, m_x = o_r[:, None] * S.K + o_k[None, :], (o_r < rows)[:, None] & (o_k < S.K)[None, :]
+    b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)
+    b_y = tl.load(d_x + o_x, mask=m_x, other=0.0).to(tl.float32)
+    b_y = unit_norm_backward(b_x, inverse_norm(b_x), b_y)
+    tl.store(d_x + o_x, b_y.to(d_x.dtype.element_ty), mask=m_x)

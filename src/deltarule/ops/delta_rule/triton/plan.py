@@ -183,17 +183,14 @@ def blocks(length: int, size: int) -> int:
     return -(-length // size)
 
 
-def precision(dtype: torch.dtype) -> str:
-    """How a product of two tiles is taken: float32 as the sum of three tf32 products."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
+def precision(dtype: torch.dtype, inverse: bool = False) -> str:
+    """How a product of two tiles is taken: float32 as the sum of three tf32 products.
 
-
-def inverse_precision(dtype: torch.dtype) -> str:
-    """How the products of a chunk's inverse are taken: it is rounded to float16 for bfloat16 alone.
-
-    Beside the digits of float16 inputs, as many such roundings as it has products would show.
+    A chunk's inverse is rounded to float16 for bfloat16 alone: beside the digits of float16 inputs,
+    as many such roundings as it has products would show.
     """
-    return precision(torch.float32 if dtype == torch.float16 else dtype)
+    exact = dtype == torch.float32 or (inverse and dtype == torch.float16)
+    return "tf32x3" if exact else "tf32"
 
 
 def arguments(inputs: Inputs, plan: Plan) -> dict[str, Any]:
@@ -219,7 +216,6 @@ class Window(NamedTuple):
     chunks: int | None
 
     def constants(self) -> dict[str, Any]:
-        """What kernels over the chunks of a window are compiled for."""
         return {"WINDOW": self.kind, "window": self.number, "per_window": self.chunks}
 
 
@@ -254,11 +250,9 @@ class Call:
         return self.plan.made[key]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Memory that kernels write, and nothing else."""
         return torch.empty(shape, dtype=dtype, device=self.inputs.q.device)
 
     def room(self, shapes: Callable[..., Shapes], *choices: Hashable) -> dict[str, Tensor]:
-        """A buffer for each of shapes(self, *choices)."""
         return {name: self.empty(*of) for name, of in self.once(shapes, *choices).items()}
 
     def launch(
@@ -298,7 +292,7 @@ def constants(call: Call) -> dict[str, Any]:
         "DECAY": "channel" if decays and decayed else inputs.decay,
         "DECAYED": decayed, "SCALED": not decayed and (decays or inputs.normalize_qk),
         "UNIT_NORM": inputs.normalize_qk, "PACKED": inputs.cu_seqlens is not None,
-        "PRECISION": precision(dtype), "MERGE": inverse_precision(dtype), "BAR": BARS[dtype],
+        "PRECISION": precision(dtype), "MERGE": precision(dtype, inverse=True), "BAR": BARS[dtype],
         "EXACT": dtype == torch.float32,
         "WINDOW": "none", "window": None, "per_window": None, "OPEN": False,
     }  # fmt: skip
