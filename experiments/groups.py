@@ -11,7 +11,7 @@ import torch
 
 from bench.markdown import markdown_table
 from deltarule.tasks.groups import Config, Group, running_products
-from deltarule.train.task_rows import Curriculum
+from deltarule.train.labelled import Curriculum
 from experiments.constructions import Action, Construction
 from experiments.experiment import Form, Result
 from experiments.figures import Curve, Figure, Panel, draw_curves

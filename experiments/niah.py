@@ -6,7 +6,7 @@ from types import ModuleType
 
 from bench.markdown import markdown_table
 from deltarule.tasks.niah import Config, Haystack, Value
-from deltarule.train.task_rows import Curriculum
+from deltarule.train.labelled import Curriculum
 from experiments import pinned
 from experiments.experiment import Form, Result
 from experiments.figures import Curve, Figure, Panel, draw_curves, title_of

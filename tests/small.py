@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from deltarule.models import CausalLM, ModelConfig
+from deltarule.train.job import ModelOptions
 from deltarule.train.loop import LoopOptions
-from deltarule.train.model_options import ModelOptions
 from deltarule.train.text import TextRun
 
 # The same run on the command line.

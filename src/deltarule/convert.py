@@ -7,7 +7,7 @@ from deltarule.models.config_names import MODEL_TYPE
 from deltarule.models.convert.copy import convert
 from deltarule.train.progress import make_progress
 from deltarule.train.run_folder import RUN, line_that_resumes
-from deltarule.train.run_model import is_at_its_end, run_of
+from deltarule.train.runs import is_at_its_end, run_of
 
 # What the bar counts up to.
 PERCENT = 100

@@ -13,9 +13,9 @@ import pytest
 import torch
 from kill_writers import ROWS
 
-from deltarule.parallel.shard_files import read_shards
 from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.metrics import read_metrics
+from deltarule.train.sharded_checkpoint import read_shards
 
 HERE = Path(__file__).parent
 

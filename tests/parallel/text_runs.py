@@ -82,7 +82,7 @@ def with_fault(folder: str, fault: str, rank: int, row: int) -> dict[str, Any]:
     ended = ""
     try:
         trainer.run()
-        trainer.checkpoints.files.wait()
+        trainer.checkpoints.wait()
     except (DivergedError, InterruptedRunError, OSError) as error:
         ended = f"{type(error).__name__}: {error}"
     finally:

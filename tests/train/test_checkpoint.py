@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 import deltarule.train.checkpoint
 from deltarule.models import CheckpointError
-from deltarule.parallel.shard_files import read_shards
 from deltarule.train.checkpoint import MARKER, Checkpoints, Marker, read_checkpoint
+from deltarule.train.sharded_checkpoint import read_shards
 
 TENSORS = {"w": torch.arange(6.0).reshape(2, 3)}
 

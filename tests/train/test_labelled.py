@@ -9,15 +9,18 @@ import torch
 
 from deltarule.tasks import mqar
 from deltarule.tasks.batch import NO_LABEL, Batch
-from deltarule.train.labelled import LabelledJob, guesses_of, measure
-from deltarule.train.task_rows import (
+from deltarule.train.labelled import (
     CHUNK,
     EVALUATION,
     Curriculum,
     DrawnAhead,
+    LabelledJob,
     Revisited,
     Rows,
     draw_rows,
+    guesses_of,
+    measure,
+    read_of,
 )
 
 TASK = mqar.Config(length=8, pairs=2, vocab_size=8)
@@ -57,6 +60,13 @@ def test_scores_count_labels_rows_and_prefixes():
     assert figures["sequence_accuracy"] == pytest.approx(1 / 3)
     shares = [[1, 2 / 3], [2, 1 / 3], [3, 1 / 3], [4, 0.0]]
     assert figures["prefixes"] == [[n, pytest.approx(share)] for n, share in shares]
+
+
+def test_columns_after_the_last_label_are_read_to_the_end_of_a_block():
+    labels = np.full((1, 200), NO_LABEL)
+    labels[0, 70] = 1
+    read, places, answers = read_of(Batch(labels, labels), torch.device("cpu"))
+    assert (read.shape, places.tolist(), answers.tolist()) == ((1, 128), [70], [1])
 
 
 def test_a_task_may_score_in_its_own_way():

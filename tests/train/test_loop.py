@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import deltarule.train.watch
+import deltarule.train.metrics
 from crash import crash_at
 from deltarule.errors import INTERRUPTED, DivergedError
 from deltarule.models import CheckpointError, compile_blocks
@@ -21,10 +21,9 @@ from deltarule.train.device import choose_device
 from deltarule.train.extra import MissingExtraError
 from deltarule.train.interrupt import Interrupt
 from deltarule.train.loop import InterruptedRunError, LoopOptions, Trainer, _brief
-from deltarule.train.metrics import read_metrics
+from deltarule.train.metrics import Best, read_metrics, sinks
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.text import TextJob, TextRun
-from deltarule.train.watch import Best, sinks
 from small import small_model
 
 TEXTS = [bytes(range(97, 123)) * 8, b"the quick brown fox jumps over the lazy dog. " * 6]
@@ -224,8 +223,9 @@ def test_a_line_that_is_no_row_is_left_out_with_a_note(tmp_path, line, capsys):
 def test_a_state_of_other_types_is_refused_by_name(tmp_path, name, value):
     trainer = make_trainer(tmp_path, steps=1)
     trainer.run()
-    step, state = trainer.checkpoints.restore()
-    trainer.checkpoints.restore = lambda: (step, state | {name: value})
+    newest = trainer.checkpoints.newest()
+    changed = newest._replace(state=newest.state | {name: value})
+    trainer.checkpoints.newest = lambda: changed
     if name == "seconds" and isinstance(value, int | float):
         trainer.restore()
         return
@@ -360,7 +360,7 @@ def test_metrics_go_to_other_programs_too(tmp_path, monkeypatch):
         "torch.utils.tensorboard": SimpleNamespace(SummaryWriter=lambda folder: writer),
         "wandb": SimpleNamespace(init=lambda **_: run),
     }
-    monkeypatch.setattr(deltarule.train.watch, "require", lambda name, extra="": parts[name])
+    monkeypatch.setattr(deltarule.train.metrics, "require", lambda name, extra="": parts[name])
     with sinks(("tensorboard", "wandb"), tmp_path, first=True) as also:
         trainer = make_trainer(tmp_path, steps=2, evaluate_every=2)
         trainer.also = also

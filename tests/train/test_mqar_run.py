@@ -40,7 +40,7 @@ def test_a_small_task_is_learned_shown_and_drawn(tmp_path, capsys):
 def test_rows_of_evaluation_are_never_rows_of_training(tmp_path):
     job = mqar_job(small(tmp_path))
     first = job.next()
-    assert not (first.tokens == job.draw(2**40, 32).tokens).all()
+    assert not (first.tokens == job.draw(2**40).tokens).all()
     assert not (first.tokens == job.next().tokens).all()
     job.seek({"drawn": 0})
     assert (job.next().tokens == first.tokens).all()

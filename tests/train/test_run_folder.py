@@ -4,7 +4,9 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
+from deltarule.parallel import World
 from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.loop import LoopOptions
 from deltarule.train.run_folder import (
@@ -18,14 +20,14 @@ from deltarule.train.run_folder import (
     read_run,
     stored_configuration,
 )
-from deltarule.train.run_model import load_model
+from deltarule.train.runs import load_model
 from deltarule.train.text import ModelOptions, TextRun
 
-DATA = DataFacts("x", 10, "0")
+DATA, ALONE = DataFacts("x", 10, "0"), World(torch.device("cpu"))
 
 
 def start(run, data=DATA):
-    with open_run(run, "train text", "text", data) as folder:
+    with open_run(run, "train text", "text", ALONE, data) as folder:
         return folder
 
 
@@ -187,7 +189,7 @@ def test_checkpoints_without_their_run_json_are_not_taken_for_a_new_run(tmp_path
 def test_what_stops_a_run_from_outside_names_its_folder(tmp_path, error):
     with (
         pytest.raises(StoppedRunError, match=str(tmp_path / "text")) as caught,
-        open_run(TextRun(runs=tmp_path), "train text", "text"),
+        open_run(TextRun(runs=tmp_path), "train text", "text", ALONE),
     ):
         raise error
     assert caught.value.folder == tmp_path / "text"

@@ -11,7 +11,7 @@ from deltarule.models.bytes import BEGIN, encode
 from deltarule.train.device import choose_device
 from deltarule.train.figures import DARK, INK, MIDDLE, new_grid, save
 from deltarule.train.layer_view import LayerView, layer_views
-from deltarule.train.run_model import load_model
+from deltarule.train.runs import load_model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,12 +5,14 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltarule.atomic_file import sync
 from deltarule.json_file import fitted, parse_object, read_text
@@ -18,10 +20,9 @@ from deltarule.models.files import CheckpointError, naming
 
 MARKER = "COMPLETE"
 STATE = "state.json"
-
-
 # By name; moments of the optimizer are `exp_avg/NAME` and so on.
 Tensors = dict[str, Tensor]
+MOMENTS = ("exp_avg", "exp_avg_sq")
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 
 
@@ -38,21 +39,20 @@ class Checkpoints:
 
     A checkpoint is written into a hidden folder, every file is fsynced, the marker with each
     file's hash is written last, and one rename makes it visible. So a `step-N` is always whole;
-    what a kill leaves behind is hidden, and the next start removes it.
+    what a kill leaves behind is hidden, and the next start removes it. The step `spared` is kept
+    whatever comes after it.
     """
+
+    # Of parameters that are split with an axis of steps.
+    stepped: Collection[str] = ()
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         if keep < 1:
             raise ValueError(f"keep must be 1 or more, got {keep}")
-        self.folder, self.keep = folder, keep
-        self.spared = 0
+        self.folder, self.keep, self.spared = folder, keep, 0
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(".*.tmp"):
             shutil.rmtree(stale, ignore_errors=True)
-
-    def spare(self, step: int) -> None:
-        """Keep a step whatever comes after it."""
-        self.spared = step
 
     def wait(self) -> None:
         """What was saved is on disk already."""
@@ -89,7 +89,9 @@ class Checkpoints:
         self.remove(target)
         aside.rename(target)
         sync(self.folder)
-        self._prune()
+        for old in self.steps()[: -self.keep]:
+            if old != self.spared:
+                self.remove(self.folder / f"step-{old}")
         return target
 
     def steps(self) -> list[int]:
@@ -102,12 +104,7 @@ class Checkpoints:
         return read_checkpoint(self.folder / f"step-{step}", optimizer=False)
 
     def fill(self, checkpoint: Checkpoint, wanted: Tensors) -> None:
-        fill(self.folder / f"step-{checkpoint.step}", checkpoint, wanted)
-
-    def _prune(self) -> None:
-        for step in self.steps()[: -self.keep]:
-            if step != self.spared:
-                self.remove(self.folder / f"step-{step}")
+        fill(self.folder / f"step-{checkpoint.step}", checkpoint, wanted, self.stepped)
 
     def remove(self, target: Path) -> None:
         """Hide a folder by renaming it first: a kill midway must not leave half of a `step-N`."""
@@ -172,14 +169,31 @@ class Marker:
         return hashlib.sha256(said.encode()).hexdigest()
 
 
-def fill(folder: Path, checkpoint: Checkpoint, wanted: Tensors) -> None:
+def weights_and_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """What a checkpoint holds, split as it is.
+
+    An optimizer that has not stepped gets moments of zero: they are there to be filled.
+    """
+    found = dict(model.state_dict())
+    for name, parameter in model.named_parameters():
+        state: Tensors = optimizer.state[parameter]
+        if not state:
+            state.update({kind: torch.zeros_like(parameter) for kind in MOMENTS})
+            state["step"] = torch.tensor(0.0, device=parameter.device)
+        found |= {f"{kind}/{name}": state[kind] for kind in MOMENTS}
+    return found
+
+
+def fill(
+    folder: Path, checkpoint: Checkpoint, wanted: Tensors, stepped: Collection[str] = ()
+) -> None:
     """Copy tensors of a checkpoint to those of the same names, from the parts if it has some."""
     found = checkpoint.tensors
     if not found:
         # A run on one process does not need DTensor and its checkpoints.
-        from deltarule.parallel.shard_files import read_shards
+        from deltarule.train.sharded_checkpoint import read_shards
 
-        read_shards(folder, wanted)
+        read_shards(folder, wanted, stepped)
         return
     for name in sorted(wanted.keys() ^ found.keys(), key=lambda name: ("/" in name, name)):
         # Moments need not be asked for, nor the number of steps, which older versions wrote.

@@ -90,14 +90,7 @@ class Corpus:
 
 
 class Spans(NamedTuple):
-    """Where the pieces of a row are in a corpus: what of it is read when its process needs it."""
-
-    starts: list[int]
-    lengths: list[int]
-
-
-class Pieces(NamedTuple):
-    """Where pieces start in a corpus, and how many tokens each predicts from."""
+    """Where pieces start in a corpus, and how many tokens each predicts from; nothing is read."""
 
     starts: Array
     lengths: Array
@@ -117,7 +110,7 @@ def encode_documents(texts: Sequence[bytes | memoryview]) -> Corpus:
     return Corpus(tokens, bounds)
 
 
-def cut(corpus: Corpus, length: int, rng: np.random.Generator | None = None) -> Pieces:
+def cut(corpus: Corpus, length: int, rng: np.random.Generator | None = None) -> Spans:
     """Cut every document into pieces of at most `length` tokens; every byte is predicted once.
 
     A piece of n tokens carries n + 1 bytes: what it reads, and the byte after each. With `rng` the
@@ -139,20 +132,16 @@ def cut(corpus: Corpus, length: int, rng: np.random.Generator | None = None) -> 
     starts = np.where(place == 0, 0, first[document] + (place - 1) * length)
     # A document's last token is only ever a target, so its last piece ends one token early.
     ends = np.minimum(first[document] + place * length, predicted[document])
-    return Pieces(bounds[document] + starts, ends - starts)
+    return Spans(bounds[document] + starts, ends - starts)
 
 
-def row(corpus: Corpus, starts: Sequence[int], lengths: Sequence[int]) -> Batch:
+def row(corpus: Corpus, starts: Array, lengths: Array) -> Batch:
     """Lay pieces end to end in one row."""
-    spans = list(zip(starts, lengths, strict=True))
-    read = [corpus.tokens[s : s + n + 1] for s, n in spans]
+    sizes = lengths.tolist()
+    read = [corpus.tokens[s : s + n + 1] for s, n in zip(starts.tolist(), sizes, strict=True)]
     tokens = np.concatenate([tokens[:-1] for tokens in read], dtype=np.int64)
     targets = np.concatenate([tokens[1:] for tokens in read], dtype=np.int64)
-    return Batch(
-        torch.from_numpy(tokens)[None],
-        torch.from_numpy(targets)[None],
-        pack([int(n) for n in lengths]),
-    )
+    return Batch(torch.from_numpy(tokens)[None], torch.from_numpy(targets)[None], pack(sizes))
 
 
 def rows_in_order(
@@ -163,11 +152,11 @@ def rows_in_order(
     first, held = 0, 0
     for i, n in enumerate(lengths.tolist()):
         if held and held + n > row_tokens:
-            yield row(corpus, starts[first:i].tolist(), lengths[first:i].tolist())
+            yield row(corpus, starts[first:i], lengths[first:i])
             first, held = i, 0
         held += n
     if held:
-        yield row(corpus, starts[first:].tolist(), lengths[first:].tolist())
+        yield row(corpus, starts[first:], lengths[first:])
 
 
 def with_empty_pieces(cu_seqlens: Tensor) -> Tensor:
@@ -214,7 +203,7 @@ class ShuffledRows:
         rng = np.random.default_rng((self.seed, epoch))
         pieces = cut(self.corpus, self.length, rng)
         order = rng.permutation(len(pieces.starts))
-        self._pieces = Pieces(pieces.starts[order], pieces.lengths[order])
+        self._pieces = Spans(pieces.starts[order], pieces.lengths[order])
         self.epoch, self.piece, self.taken = epoch, 0, 0
 
     def next(self) -> Batch:
@@ -227,16 +216,15 @@ class ShuffledRows:
         while room:
             if self.piece == len(self._pieces.starts):
                 self._start_epoch(self.epoch + 1)
-            start = int(self._pieces.starts[self.piece]) + self.taken
             left = int(self._pieces.lengths[self.piece]) - self.taken
             n = min(left, room)
-            starts.append(start)
+            starts.append(int(self._pieces.starts[self.piece]) + self.taken)
             lengths.append(n)
             room -= n
-            self.piece, self.taken = (
-                (self.piece + 1, 0) if n == left else (self.piece, self.taken + n)
-            )
-        return Spans(starts, lengths)
+            self.taken += n
+            if n == left:
+                self.piece, self.taken = self.piece + 1, 0
+        return Spans(np.array(starts), np.array(lengths))
 
     def position(self) -> dict[str, int]:
         return {"epoch": self.epoch, "piece": self.piece, "taken": self.taken}

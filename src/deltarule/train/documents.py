@@ -1,16 +1,21 @@
-"""Find the documents to train on: a file, a folder, or Python's own standard library."""
+"""Find the documents to train on: a file, a folder, or Python's own standard library.
+
+A line of a .jsonl file is one, and a row of a .parquet file.
+"""
 
 import hashlib
 import mmap
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from deltarule.train.row_files import READERS, RowFileError
+from deltarule.errors import reason
+from deltarule.json_file import fitted, parse_object
+from deltarule.train.extra import MissingExtraError, require
 
 # Held in memory, or mapped from a file.
 Text = bytes | memoryview
@@ -29,6 +34,9 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_module
 # The control bytes that occur in text: tab, newline, form feed, carriage return, escape.
 CONTROL = bytes(set(range(32)) - {9, 10, 12, 13, 27})
 MOST_CONTROL = 0.02
+# Rows of a .parquet file that are in memory together, and bytes that are read of it at once.
+BATCH, BUFFER = 64, 2**20
+HINT = "; --text-field names the field with the text"
 
 
 class DataError(ValueError):
@@ -88,7 +96,20 @@ def read_documents(
     for file in find_files(root, reader.runs):
         if (path is not None or file.suffix == ".py") and not reader.add(file):
             break
-    return _checked(Documents(source, reader.documents, reader.notes()))
+    read = Documents(source, reader.documents, reader.notes())
+    if read.documents and read.num_bytes >= MINIMUM_BYTES:
+        return read
+    aside = f" ({'; '.join(read.notes)})" if read.notes else ""
+    if read.documents:
+        what = (
+            f"too short, {read.num_bytes} bytes of text{aside}; "
+            f"give at least {MINIMUM_BYTES:,} bytes, better a megabyte"
+        )
+    elif read.notes:
+        what = f"no readable text{aside}; give text in UTF-8 or plain ASCII"
+    else:
+        what = "empty; give a text file, or a folder with text files in it"
+    raise DataError(f"--data {source}: {what}")
 
 
 def find_files(root: Path, runs: list[str]) -> Iterator[Path]:
@@ -118,6 +139,49 @@ def is_text(content: Text) -> bool:
             return False
         control += len(block) - len(block.translate(None, CONTROL))
     return control <= MOST_CONTROL * len(content)
+
+
+class RowFileError(ValueError):
+    """A row cannot be read, or has no text; the message names file, row and field."""
+
+
+def jsonl_texts(file: Path, field: str) -> Iterator[bytes]:
+    """The texts of a file with a JSON object a line."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_object(line.decode())
+                if field not in row:
+                    raise ValueError(f"no field {field!r} among {', '.join(row)}{HINT}")
+                yield fitted(str, row[field], field).encode(errors="replace")
+            except ValueError as error:
+                raise RowFileError(f"{file}, line {number}: {reason(error)}") from None
+
+
+def parquet_texts(file: Path, column: str) -> Iterator[bytes]:
+    """The texts of a column of a .parquet file; rows without one are passed over."""
+    try:
+        arrow, parquet = require("pyarrow", "data"), require("pyarrow.parquet", "data")
+    except MissingExtraError as error:
+        raise MissingExtraError(f"{file}: {error}") from None
+    try:
+        # Read ahead, all that was read would stay until the end.
+        opened = parquet.ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
+        names = opened.schema_arrow.names
+        if column not in names:
+            raise RowFileError(f"{file}: no column {column!r} among {', '.join(names)}{HINT}")
+        for batch in opened.iter_batches(BATCH, columns=[column]):
+            texts = batch.column(0).cast(arrow.binary()).to_pylist()
+            yield from (text for text in texts if text is not None)
+    except arrow.ArrowException as error:
+        raise RowFileError(f"{file}: {reason(error)}") from None
+
+
+READERS: dict[str, Callable[[Path, str], Iterator[bytes]]] = {
+    ".jsonl": jsonl_texts, ".parquet": parquet_texts,
+}  # fmt: skip
 
 
 def read_bytes(file: Path, most: int, held: int) -> Text:
@@ -173,35 +237,16 @@ class _Reader:
             "binary file{} left out": self.binary, "unreadable file{}": self.unreadable,
             "folder{} of runs or shards left out": self.runs,
         }  # fmt: skip
-        notes = [f"{_count(names, kind)}: {_some(names)}" for kind, names in what.items() if names]
+        notes = []
         if self.full:
-            notes.insert(0, f"stopped reading at {self.held:,} bytes; --max-bytes sets the limit")
+            notes = [f"stopped reading at {self.held:,} bytes; --max-bytes sets the limit"]
+        for kind, names in what.items():
+            # A name that is no text is shown all the same.
+            some = [os.fsencode(name).decode(errors="backslashreplace") for name in names[:3]]
+            some += ["..."] if len(names) > 3 else []
+            count = f"{len(names):,} {kind.format('s' if len(names) > 1 else '')}"
+            notes += [f"{count}: {', '.join(some)}"] if names else []
         return notes
-
-
-def _checked(read: Documents) -> Documents:
-    if read.documents and read.num_bytes >= MINIMUM_BYTES:
-        return read
-    where = f"--data {read.source}"
-    aside = f" ({'; '.join(read.notes)})" if read.notes else ""
-    if read.documents:
-        raise DataError(
-            f"{where}: too short, {read.num_bytes} bytes of text{aside}; "
-            f"give at least {MINIMUM_BYTES:,} bytes, better a megabyte"
-        )
-    if read.notes:
-        raise DataError(f"{where}: no readable text{aside}; give text in UTF-8 or plain ASCII")
-    raise DataError(f"{where}: empty; give a text file, or a folder with text files in it")
-
-
-def _count(names: list[str], what: str) -> str:
-    return f"{len(names):,} {what.format('s' if len(names) > 1 else '')}"
-
-
-def _some(names: list[str]) -> str:
-    # A name that is no text is shown all the same.
-    shown = ", ".join(os.fsencode(name).decode(errors="backslashreplace") for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown}, ..."
 
 
 def split_documents(
@@ -223,22 +268,17 @@ def split_documents(
             chosen.add(document.name)
             held += len(document.text)
     if held < 0.5 * wanted:
-        return _cut_ends(documents, fraction)
+        cuts = [len(d.text) - round(fraction * len(d.text)) for d in documents]
+        cut = list(zip(documents, cuts, strict=True))
+        training = [Document(d.name, d.text[:end]) for d, end in cut]
+        validation = [Document(f"{d.name} (end)", d.text[end:]) for d, end in cut]
+        return [d for d in training if d.text], [d for d in validation if d.text]
     training = [document for document in documents if document.name not in chosen]
     return training, [document for document in documents if document.name in chosen]
 
 
 def _name_hash(document: Document) -> bytes:
     return hashlib.sha256(document.name.encode(errors="replace")).digest()
-
-
-def _cut_ends(documents: list[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    training, validation = [], []
-    for document in documents:
-        cut = len(document.text) - round(fraction * len(document.text))
-        training.append(Document(document.name, document.text[:cut]))
-        validation.append(Document(f"{document.name} (end)", document.text[cut:]))
-    return [d for d in training if d.text], [d for d in validation if d.text]
 
 
 def limit_bytes(documents: list[Document], largest: int) -> list[Document]:

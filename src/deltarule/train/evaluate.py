@@ -86,18 +86,13 @@ def bits_per_byte(
         >>> 7 < bits_per_byte(model, encode_documents([b"some text"]), 8) < 9
         True
     """
-    _check(corpus)
     if every < 1:
         raise ValueError(f"every must be 1 or more, got {every}")
-    nats, count = 0.0, 0
-    for _, losses in token_losses(model, corpus, length, every=every, what=what):
-        nats += losses.sum().item()
-        count += len(losses)
-    return nats / math.log(2) / count * (corpus.predicted / corpus.num_bytes)
+    return mean_bits(bits_by_position(model, corpus, length, every=every, what=what))
 
 
 def bits_by_position(
-    model: CausalLM, corpus: Corpus, length: int, *, what: str | None = None
+    model: CausalLM, corpus: Corpus, length: int, *, every: int = 1, what: str | None = None
 ) -> list[PositionBin]:
     """Bits per byte by the position in a piece, in bins 1, 2, 3-4, 5-8 and so on.
 
@@ -107,6 +102,7 @@ def bits_by_position(
         model: A model of byte tokens, on any device.
         corpus: The documents, of at least one byte.
         length: The most tokens in a piece.
+        every: As of `bits_per_byte`.
         what: As of `bits_per_byte`.
 
     Returns:
@@ -115,14 +111,17 @@ def bits_by_position(
     Raises:
         ValueError: The corpus is empty.
     """
-    _check(corpus)
+    if corpus.predicted == 0:
+        raise ValueError("corpus must hold at least one byte to predict, got none")
     edges = bin_edges(length)
     sums = torch.zeros(len(edges), dtype=torch.float64)
     counts = torch.zeros(len(edges), dtype=torch.int64)
     bounds = torch.tensor([last for _, last in edges])
     of_bytes = corpus.predicted / corpus.num_bytes / math.log(2)
-    for batch, losses in token_losses(model, corpus, length, what=what):
-        where = torch.bucketize(positions(batch), bounds)
+    for batch, losses in token_losses(model, corpus, length, every, what):
+        starts = batch.cu_seqlens[:-1].repeat_interleave(batch.cu_seqlens.diff())
+        positions = torch.arange(len(losses)) - starts + 1
+        where = torch.bucketize(positions, bounds)
         sums += torch.zeros_like(sums).index_add_(0, where, losses)
         counts += torch.bincount(where, minlength=len(edges))
     return [
@@ -139,7 +138,7 @@ def mean_bits(bins: Sequence[PositionBin]) -> float:
 
 @torch.no_grad()
 def token_losses(
-    model: CausalLM, corpus: Corpus, length: int, *, every: int = 1, what: str | None = None
+    model: CausalLM, corpus: Corpus, length: int, every: int, what: str | None
 ) -> Iterator[tuple[Batch, Tensor]]:
     """Rows of pieces, each with its losses [T] in nats, in float64 on the CPU."""
     device = model.embedding.weight.device
@@ -151,19 +150,8 @@ def token_losses(
         yield batch, losses.cpu().double()
 
 
-def positions(batch: Batch) -> Tensor:
-    """The position of each token of a row in its piece, from 1."""
-    starts = batch.cu_seqlens[:-1].repeat_interleave(batch.cu_seqlens.diff())
-    return torch.arange(batch.tokens.shape[1]) - starts + 1
-
-
 def bin_edges(length: int) -> list[tuple[int, int]]:
     """First and last position of each bin: powers of two, the last bin cut off at the length."""
     lasts = [2**i for i in range((length - 1).bit_length())] + [length]
     firsts = [1, *(last + 1 for last in lasts[:-1])]
     return list(zip(firsts, lasts, strict=True))
-
-
-def _check(corpus: Corpus) -> None:
-    if corpus.predicted == 0:
-        raise ValueError("corpus must hold at least one byte to predict, got none")

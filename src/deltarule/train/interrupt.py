@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 # Windows has no hangup.
 HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)
@@ -22,7 +22,7 @@ class Interrupt:
         streams = (stream for stream in (sys.stdout, sys.stderr) if stream.isatty())
         self._screens = [stream.fileno() for stream in streams]
 
-    def __enter__(self) -> "Interrupt":
+    def __enter__(self) -> Self:
         """Take over the signals; only the main thread may, elsewhere nothing changes."""
         if threading.current_thread() is threading.main_thread():
             for number in {signal.SIGINT, signal.SIGTERM, HANGUP}:

@@ -1,6 +1,11 @@
-"""Training on a labelled task, with a loss at the labels alone, and a trained model's score."""
+"""Training on a labelled task, with a loss at the labels alone, and a trained model's score.
 
-from dataclasses import replace
+Rows are new ones at every step, or a fixed set in a new order every epoch.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -9,14 +14,102 @@ import torch
 from torch import Tensor
 
 from deltarule.models import CausalLM, next_token_loss
-from deltarule.nn.checks import check_multiple
+from deltarule.nn.checks import check_least, check_multiple
 from deltarule.tasks.batch import NO_LABEL, Array, Batch
-from deltarule.train import task_rows
 from deltarule.train.device import to_device
 
-# Tokens that a model reads at a time when it is measured.
-READ = 2**15
-BLOCK = 64
+# Streams of random numbers count from 0 in training; these keep other rows apart from those, and
+# those of the last evaluation apart from those that decide when training ends.
+EVALUATION, EXAMPLES, ORDER, TEST = 2**40, 2**41, 2**42, 2**43
+# Rows drawn at a time: a generator may need far more memory than its rows do.
+CHUNK = 256
+# Batches drawn ahead of the one in use.
+AHEAD = 4
+# Tokens that a model reads at a time when it is measured, and columns that are read together.
+READ, BLOCK = 2**15, 64
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Rows grow longer as they are learned: the training configuration's `length` is replaced."""
+
+    start: int
+    """The first length."""
+    end: int
+    """The last length."""
+    threshold: float
+    """One token longer after every step whose loss is below this, in nats a label."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.start <= self.end:
+            raise ValueError(f"start must lie in 1 to end={self.end}, got {self.start}")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a task, and whether they are new at every step."""
+
+    config: Any
+    """The task's configuration."""
+    count: int
+    """How many: of a batch in training, all of them in an evaluation."""
+    examples: int | None = None
+    """A fixed set of this many, in a new order every epoch; None draws new rows for ever."""
+    curriculum: Curriculum | None = None
+    """None keeps the configuration's length."""
+
+    def __post_init__(self) -> None:
+        check_least(self, 1, "count")
+        if self.examples is not None and self.examples < self.count:
+            raise ValueError(
+                f"examples must be None or at least the {self.count} rows of a batch, "
+                f"got {self.examples}"
+            )
+        if self.examples is not None and self.curriculum is not None:
+            raise ValueError("examples must be None with a curriculum: its rows change as it goes")
+
+
+def draw_rows(task: ModuleType, config: Any, *, seed: int, stream: int, rows: int) -> Batch:
+    """Rows of a task, a function of the arguments alone.
+
+    `stream` says which random numbers, 0 or more; `rows` streams from there on are used up.
+    """
+    parts = [
+        task.generate(config, np.random.default_rng((seed, stream + i)), min(CHUNK, rows - i))
+        for i in range(0, rows, CHUNK)
+    ]
+    return type(parts[0])(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+class Revisited:
+    """A fixed set of rows, all of them once an epoch, but for what does not fill a batch."""
+
+    def __init__(self, examples: Batch, *, count: int, seed: int) -> None:
+        self.examples, self.count, self.seed = examples, count, seed
+        self.batches = len(examples.tokens) // count
+        self.epoch, self.order = -1, np.zeros(0, np.int64)
+
+    def __call__(self, index: int) -> Batch:
+        epoch, place = divmod(index - 1, self.batches)
+        if epoch != self.epoch:
+            rng = np.random.default_rng((self.seed, ORDER + epoch))
+            self.epoch, self.order = epoch, rng.permutation(len(self.examples.tokens))
+        chosen = self.order[place * self.count : (place + 1) * self.count]
+        return type(self.examples)(*(part[chosen] for part in self.examples))
+
+
+class DrawnAhead:
+    """Draws the next batches in a thread while a GPU is at work on one."""
+
+    def __init__(self, draw: Callable[[int], Batch]) -> None:
+        self.draw, self.pool = draw, ThreadPoolExecutor(1)
+        self.waiting: dict[int, Future[Batch]] = {}
+
+    def __call__(self, index: int) -> Batch:
+        for i in range(index, index + AHEAD):
+            if i not in self.waiting:
+                self.waiting[i] = self.pool.submit(self.draw, i)
+        return self.waiting.pop(index).result()
 
 
 class LabelledJob:
@@ -31,8 +124,8 @@ class LabelledJob:
     def __init__(
         self,
         task: ModuleType,
-        training: task_rows.Rows,
-        watched: task_rows.Rows,
+        training: Rows,
+        watched: Rows,
         *,
         seed: int,
         accumulate: int = 1,
@@ -45,14 +138,14 @@ class LabelledJob:
         self.accumulate, self.rows = accumulate, training.count // accumulate
         self.drawn, self.last_loss = 0, torch.tensor(torch.inf)
         self.length = training.curriculum.start if training.curriculum else None
-        source: task_rows.Draw = self.draw_new
+        source: Callable[[int], Batch] = self.draw
         if training.examples is not None:
-            examples = task_rows.draw_rows(
-                task, training.config, seed=seed, stream=task_rows.EXAMPLES, rows=training.examples
+            examples = draw_rows(
+                task, training.config, seed=seed, stream=EXAMPLES, rows=training.examples
             )
-            source = task_rows.Revisited(examples, count=self.rows, seed=seed)
+            source = Revisited(examples, count=self.rows, seed=seed)
         # The length of the next rows is not known ahead of the loss.
-        self.source = task_rows.DrawnAhead(source) if ahead and self.length is None else source
+        self.source = DrawnAhead(source) if ahead and self.length is None else source
         self.unseen: Batch | None = None
 
     def next(self) -> Batch:
@@ -63,14 +156,11 @@ class LabelledJob:
         self.batch_tokens = batch.tokens.size * self.accumulate
         return batch
 
-    def draw_new(self, index: int) -> Batch:
-        return self.draw(index, self.rows)
-
-    def draw(self, stream: int, rows: int) -> Batch:
+    def draw(self, stream: int) -> Batch:
         config = self.training.config
         if self.length is not None:
             config = replace(config, length=self.length)
-        return self.task.generate(config, np.random.default_rng((self.seed, stream)), rows)
+        return self.task.generate(config, np.random.default_rng((self.seed, stream)), self.rows)
 
     def grow(self) -> None:
         """One token longer if the last rows were learned; a second call does nothing."""
@@ -96,8 +186,8 @@ class LabelledJob:
     def evaluate(self, model: CausalLM) -> dict[str, float]:
         """Accuracy on rows that training never sees, the same ones every time."""
         if self.unseen is None:
-            self.unseen = task_rows.draw_rows(
-                self.task, self.watched.config, seed=self.seed, stream=task_rows.EVALUATION,
+            self.unseen = draw_rows(
+                self.task, self.watched.config, seed=self.seed, stream=EVALUATION,
                 rows=self.watched.count,
             )  # fmt: skip
         figures = measure(model, self.task, self.watched.config, self.unseen)
@@ -125,28 +215,16 @@ def logits_at(model: CausalLM, read: Tensor, places: Tensor) -> Tensor:
 def read_of(batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
     """What is read of the rows [B, T], where in it an answer is asked for, and the answers.
 
-    Nothing is carried on from a row, so what comes after the last label need not be read.
+    Nothing is carried on from a row: what comes after the last label is not read, but for whole
+    blocks, so that few different lengths occur.
     """
     tokens, labels, *_ = batch
-    end = read_length(labels)
+    asked = np.flatnonzero((labels != NO_LABEL).any(0))
+    end = -(-(asked[-1] + 1) // BLOCK) * BLOCK if len(asked) else 0
     tokens, labels = tokens[:, :end], labels[:, :end]
     places = np.flatnonzero(labels != NO_LABEL)
     found = tokens, places, labels.reshape(-1)[places]
     return tuple(to_device(torch.from_numpy(x), device) for x in found)
-
-
-def read_length(labels: Array) -> int:
-    """Columns up to the last label, in whole blocks so that few different lengths occur.
-
-    Examples:
-        >>> labels = np.full((1, 200), NO_LABEL)
-        >>> labels[0, 70] = 1
-        >>> read_length(labels)
-        128
-    """
-    asked = np.flatnonzero((labels != NO_LABEL).any(0))
-    last = int(asked[-1]) + 1 if len(asked) else 0
-    return min(labels.shape[1], -(-last // BLOCK) * BLOCK)
 
 
 def guesses_of(model: CausalLM, batch: Batch) -> Array:

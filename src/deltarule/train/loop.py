@@ -18,20 +18,18 @@ from deltarule.models.decoder import as_written
 from deltarule.models.files import naming
 from deltarule.models.late import Late
 from deltarule.parallel import World
-from deltarule.train.checkpoint import STATE
+from deltarule.train.checkpoint import STATE, weights_and_moments
 from deltarule.train.device import choose_device
 from deltarule.train.interrupt import Interrupt
 from deltarule.train.job import Job, StopWhen
 from deltarule.train.job import LoopOptions as LoopOptions
-from deltarule.train.metrics import Metrics, Sink
+from deltarule.train.metrics import Best, Metrics, Sink
 from deltarule.train.optimizer import OptimizerOptions, learning_rate, make_optimizer
-from deltarule.train.progress import Progress, Smooth, make_progress
+from deltarule.train.progress import Progress, make_progress
 from deltarule.train.random_state import random_state, restore_random_state
-from deltarule.train.run_checkpoints import make_checkpoints
 from deltarule.train.run_folder import DIVERGED
 from deltarule.train.spread import Spread, SpreadStep
 from deltarule.train.step import TrainingStep, set_rate
-from deltarule.train.watch import Best
 
 
 class InterruptedRunError(StoppedRunError):
@@ -102,49 +100,51 @@ class Trainer:
         self.optimizer = make_optimizer(model, optimizer_options)
         if options.compile:
             compile_blocks(model)
-        self.checkpoints = make_checkpoints(
-            folder / "checkpoints", options.keep, self.spread, self.optimizer
-        )
+        self.checkpoints = self.spread.checkpoints(folder / "checkpoints", options.keep)
         self.folder, self.stop_when, self.stopped = folder, stop_when, False
-        self.step, self.saved, self.seconds, self.speed = 0, -1, 0.0, Smooth()
+        self.step, self.saved, self.seconds = 0, -1, 0.0
+        # A running mean over about twenty steps, and over how many it is.
+        self.speed, self.speeds = 0.0, 0
         self.save_seconds, self.saved_at = save_seconds, time.monotonic()
         self.patience, self.best = patience, Best()
         self.began, self.reserve, self.also = began, reserve, also
         if resume:
             self.restore()
-        self.update = self._make_step()
+        loss, clip = self._loss, optimizer_options.clip
+        graphs = options.cuda_graphs and job.static
+        self.update = (
+            TrainingStep(loss, self.optimizer, clip=clip, cuda_graphs=graphs)
+            if self.spread.plan is None
+            else SpreadStep(loss, self.optimizer, spread=self.spread, clip=clip)
+        )
         self.unread: Told | None = None
         # Seconds of the fastest step: the first ones wait for much else.
         self.fastest = math.inf
         self.read_at = 0.0
 
-    def _make_step(self) -> TrainingStep:
-        clip = self.optimizer_options.clip
-        if self.spread.plan is not None:
-            return SpreadStep(self._loss, self.optimizer, spread=self.spread, clip=clip)
-        graphs = self.options.cuda_graphs and self.job.static
-        return TrainingStep(self._loss, self.optimizer, clip=clip, cuda_graphs=graphs)
-
     def restore(self) -> None:
         """Take everything that the next step depends on from the newest complete checkpoint."""
-        found = self.checkpoints.restore()
-        if found is None:
+        newest = self.checkpoints.newest()
+        if newest is None:
             return
-        step, state = found
-        with naming(self.folder / "checkpoints" / f"step-{step}" / STATE):
-            saved: Saved = fitted(Saved, state)
+        self.checkpoints.fill(newest, weights_and_moments(self.model, self.optimizer))
+        for moments in self.optimizer.state.values():
+            moments["step"].fill_(newest.step)
+        with naming(self.checkpoints.folder / f"step-{newest.step}" / STATE):
+            saved: Saved = fitted(Saved, newest.state)
             self.job.seek(saved.position)
             restore_random_state(saved.random)
-        self.step = self.saved = step
+        self.step = self.saved = newest.step
         self.seconds, self.stopped, self.best = saved.seconds, saved.stopped, saved.best
-        self.checkpoints.files.spare(self.best.step if self.patience else 0)
+        self.checkpoints.spared = self.best.step if self.patience else 0
 
     def save(self) -> None:
         if self.saved == self.step:
             return
         position = self.job.position()
         saved = Saved(position, random_state(), self.seconds, self.stopped, self.best)
-        self.checkpoints.write(self.step, asdict(saved))
+        tensors = weights_and_moments(self.model, self.optimizer)
+        self.checkpoints.save(self.step, tensors, asdict(saved))
         self.saved, self.saved_at = self.step, time.monotonic()
 
     def run(self) -> bool:
@@ -173,7 +173,7 @@ class Trainer:
                 if stop:
                     self._read(metrics, progress)
                     self.save()
-                    self.checkpoints.files.wait()
+                    self.checkpoints.wait()
                     raise InterruptedRunError(self.step, self.folder, terminated=terminated)
                 if over:
                     seconds = self.options.max_seconds
@@ -184,7 +184,7 @@ class Trainer:
                     self.save()
             self._read(metrics, progress)
             self.save()
-            self.checkpoints.files.wait()
+            self.checkpoints.wait()
         return self.complete
 
     def _is_over(self, began: float) -> bool:
@@ -204,7 +204,8 @@ class Trainer:
     def take_best(self) -> int:
         """Take the weights of the best evaluation, where they were kept; return their step."""
         if self.patience and self.best.step not in (0, self.step):
-            self.checkpoints.load_weights(self.best.step)
+            best = self.checkpoints.weights_of(self.best.step)
+            self.checkpoints.fill(best, dict(self.model.state_dict()))
             return self.best.step
         return self.step
 
@@ -232,7 +233,7 @@ class Trainer:
             self.stopped = self.stop_when is not None and self.stop_when(measured)
             self.best = self.best.after(self.step, measured)
             if self.patience and self.best.step == self.step:
-                self.checkpoints.files.spare(self.step)
+                self.checkpoints.spared = self.step
                 self.save()
 
     def _read(self, metrics: Metrics, progress: Progress) -> None:
@@ -242,14 +243,22 @@ class Trainer:
             return
         loss, norm, *figures = told.figures.tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            reason = self._diverged(told.step, loss)
+            what = "gradient" if math.isfinite(loss) else "loss"
+            steps = self.checkpoints.steps()
+            last = f"the last good checkpoint is step-{steps[-1]}" if steps else "no checkpoint yet"
+            reason = (
+                f"the {what} is not finite at step {told.step} (loss {loss}); {last}; "
+                "start again under another --name, with a lower --lr or a longer --warmup-steps"
+            )
             if self.spread.plan is not None and self.spread.first:
                 (self.folder / DIVERGED).write_text(reason)
             raise DivergedError(reason)
         seconds = time.monotonic() - max(told.began, self.read_at)
         self.read_at, speed = time.monotonic(), told.tokens / seconds
         self.fastest = min(self.fastest, seconds)
-        shown = {"loss": loss, **self.job.shown(figures), "tokens/s": self.speed.add(speed)}
+        self.speeds = min(self.speeds + 1, 20)
+        self.speed += (speed - self.speed) / self.speeds
+        shown = {"loss": loss, **self.job.shown(figures), "tokens/s": self.speed}
         row = {"step": told.step, **shown, "lr": told.rate, "gradient_norm": norm}
         row["seconds"] = round(self.seconds, 3)
         progress.update(told.step, {name: _brief(value) for name, value in shown.items()})
@@ -260,15 +269,6 @@ class Trainer:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bfloat16):
             loss, figures = self.job.loss(self.model, *tensors)
         return torch.cat([loss.reshape(1), figures.detach().reshape(-1)])
-
-    def _diverged(self, step: int, loss: float) -> str:
-        what = "gradient" if math.isfinite(loss) else "loss"
-        steps = self.checkpoints.files.steps()
-        last = f"the last good checkpoint is step-{steps[-1]}" if steps else "no checkpoint yet"
-        return (
-            f"the {what} is not finite at step {step} (loss {loss}); {last}; "
-            "start again under another --name, with a lower --lr or a longer --warmup-steps"
-        )
 
 
 @contextlib.contextmanager

@@ -4,23 +4,18 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltarule.models import CausalLM
 from deltarule.nn.checks import check_least, check_multiple
+from deltarule.parallel import World
 from deltarule.tasks import mqar
 from deltarule.train.device import choose_device
 from deltarule.train.figures import loss_curve
-from deltarule.train.labelled import LabelledJob, measure
-from deltarule.train.loop import LoopOptions, Trainer, evaluating
-from deltarule.train.metrics import Metrics, read_metrics
-from deltarule.train.model_options import ModelOptions
+from deltarule.train.job import LoopOptions, ModelOptions
+from deltarule.train.labelled import EVALUATION, LabelledJob, Rows, draw_rows, measure
+from deltarule.train.loop import Trainer, evaluating
+from deltarule.train.metrics import Metrics, WatchOptions, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
-from deltarule.train.random_state import seed_everything
-from deltarule.train.run_folder import open_run
-from deltarule.train.task_rows import EVALUATION, Rows, draw_rows
-from deltarule.train.watch import WatchOptions, sinks
-from deltarule.train.whole_run import layers_of, model_line, train_and_finish
+from deltarule.train.whole_run import layers_of, whole_run
 
-COMMAND = "train mqar"
 # Of the short evaluations of the curve.
 WATCHED_ROWS = 256
 # With a convolution every layer solves the task. A small eps blows up the reading of an empty state
@@ -69,26 +64,18 @@ def mqar_job(run: MqarRun) -> LabelledJob:
 
 def train_mqar(run: MqarRun) -> float:
     """Train, evaluate and plot; return the accuracy on new rows at the end."""
-    began = time.monotonic()
-    config = run.model.config(run.task.vocab_size)
-    device = str(choose_device(run.loop.device))
-    name = f"mqar-{'-'.join(run.model.layer_types)}"
-    with (
-        open_run(run, COMMAND, name, device=device) as folder,
-        sinks(run.watch.log, folder, first=True) as also,
-    ):
-        seed_everything(run.loop.seed)
-        model = CausalLM(config)
-        job = mqar_job(run)
+    began, task = time.monotonic(), run.task
+    config, world = run.model.config(task.vocab_size), World(choose_device(run.loop.device))
+
+    def describe(folder: Path) -> None:
         print(f"run     {folder}")
-        print(f"task    {run.task.pairs} pairs in {run.task.length} tokens, 1 in {run.task.pairs} "
-              f"by chance ({run.task.chance:.1%})")  # fmt: skip
-        print(model_line(model))
-        trainer = Trainer(
-            model, job, options=run.loop, optimizer_options=run.optimizer, folder=folder,
-            resume=run.resume, patience=run.watch.patience, began=began, also=also,
-        )  # fmt: skip
-        train_and_finish(trainer, lambda: finish(run, trainer), began)
+        print(f"task    {task.pairs} pairs in {task.length} tokens, 1 in {task.pairs} "
+              f"by chance ({task.chance:.1%})")  # fmt: skip
+
+    folder = whole_run(
+        run, "train mqar", f"mqar-{'-'.join(run.model.layer_types)}", config, mqar_job(run),
+        describe, lambda trainer: finish(run, trainer), world=world, began=began,
+    )  # fmt: skip
     return read_metrics(folder / "metrics.jsonl")[-1]["final_accuracy"]
 
 

@@ -18,7 +18,7 @@ from deltarule.train.documents import (
 from deltarule.train.figures import position_curve
 from deltarule.train.progress import for_screen
 from deltarule.train.run_folder import RUN, read_run, stored_configuration
-from deltarule.train.run_model import load_model, run_of
+from deltarule.train.runs import load_model, run_of
 from deltarule.train.text import TextRun
 from deltarule.train.token_shards import is_token_folder, open_token_folder, sample_documents
 from deltarule.train.vocabulary import Encoder, tokens_of

@@ -135,12 +135,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_run(
-    run: Any,
-    command: str,
-    default: str,
-    data: DataFacts | None = None,
-    world: World | None = None,
-    device: str = "cpu",
+    run: Any, command: str, default: str, world: World, data: DataFacts | None = None
 ) -> Iterator[Path]:
     """Choose, lock and describe the folder of a run; with `resume`, check that it is the same run.
 
@@ -149,12 +144,12 @@ def open_run(
     processes the first holds the folder. A full disk, short memory or Ctrl-C within end it with a
     `StoppedRunError`.
     """
-    record = RunRecord(command, plain(run), machine(device, world), data)
+    record = RunRecord(command, plain(run), machine(world), data)
     others: set[Path] = set()
     with contextlib.ExitStack() as held:
 
         def begin() -> str:
-            resume = run.resume or was_begun(run, command, world)
+            resume = run.resume or (world.attempt > 0 and was_begun(run, command))
             choose = folder_to_resume if resume else new_folder
             folder = choose(run.runs, run.name, command if resume else default)
             others.update(folder.glob("*"))
@@ -162,7 +157,7 @@ def open_run(
             write_run(folder, continued(folder, run, record) if resume else record)
             return str(folder)
 
-        folder = Path(begin() if world is None else world.from_first(begin))
+        folder = Path(world.from_first(begin))
         try:
             yield folder
         except (OSError, SafetensorError, torch.OutOfMemoryError) as error:
@@ -171,7 +166,7 @@ def open_run(
         except KeyboardInterrupt as error:
             raise StoppedRunError(f"stopped {folder}", folder, INTERRUPTED) from error
         except Exception:
-            if world is None or world.first:
+            if world.first:
                 withdraw(folder, others)
             raise
 
@@ -195,7 +190,14 @@ def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
     """The record of a run that goes on; a note says what has changed since its last start."""
     before = read_run(folder)
     stored = stored_configuration(folder, type(run), record.command)
-    check_same(run, stored, folder)
+    ours, theirs = flat(dataclasses.asdict(run)), flat(dataclasses.asdict(stored))
+    for name, value in ours.items():
+        # Under another configuration it would be neither of the two runs.
+        if name not in FREE and value != theirs[name]:
+            raise RunFolderError(
+                f"--{name.replace('_', '-')} is {value!r}, but {folder} was started with "
+                f"{theirs[name]!r}: leave it out to continue that run, or start another with --name"
+            )
     old, new = before.data, record.data
     if new is not None and (old is None or old.sha256 != new.sha256):
         then = "unknown" if old is None else f"{old.source}, {old.bytes:,} bytes"
@@ -236,21 +238,20 @@ def line_that_resumes(folder: Path) -> str:
     return shlex.join(words)
 
 
-def machine(device: str, world: World | None) -> dict[str, str]:
+def machine(world: World) -> dict[str, str]:
     """What the bits of a run depend on beside its options and data."""
+    device = str(world.device)
     gpu = torch.cuda.get_device_name() if device.startswith("cuda") else device
     return {
         "deltarule": deltarule.__version__, "torch": torch.__version__,
         "python": platform.python_version(), "device": gpu,
         "cpu": torch.backends.cpu.get_cpu_capability(), "threads": str(torch.get_num_threads()),
-        "processes": str(1 if world is None else world.size),
+        "processes": str(world.size),
     }  # fmt: skip
 
 
-def was_begun(run: Any, command: str, world: World | None) -> bool:
-    """Whether torchrun starts a run again that had its folder already, and has not diverged."""
-    if world is None or world.attempt == 0:
-        return False
+def was_begun(run: Any, command: str) -> bool:
+    """Whether a run that torchrun starts again had its folder already, and has not diverged."""
     try:
         folder = folder_to_resume(run.runs, run.name, command)
     except RunFolderError:
@@ -297,15 +298,3 @@ def stored_configuration(folder: Path, kind: type[R], command: str) -> R:
     with naming(folder / RUN, RunFolderError):
         configuration: R = fitted(kind, record.configuration, "configuration")
     return configuration
-
-
-def check_same(run: Any, stored: Any, folder: Path) -> None:
-    """Refuse to continue a run under another configuration: it would be neither of the two."""
-    ours, theirs = flat(dataclasses.asdict(run)), flat(dataclasses.asdict(stored))
-    for name, value in ours.items():
-        if name not in FREE and value != theirs[name]:
-            flag = "--" + name.replace("_", "-")
-            raise RunFolderError(
-                f"{flag} is {value!r}, but {folder} was started with {theirs[name]!r}: "
-                "leave it out to continue that run, or start another with --name"
-            )

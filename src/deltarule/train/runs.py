@@ -1,18 +1,31 @@
-"""`deltarule runs`: which runs there are, how far they have come, and in what they differ."""
+"""The runs that are there: `deltarule runs` lists and compares them, other commands take a model.
+
+The model of a run is what it wrote at its end, else its newest checkpoint.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deltarule.config_file import flat, to_toml
 from deltarule.json_file import fitted
-from deltarule.models.files import naming
-from deltarule.train.checkpoint import checkpoint_steps
-from deltarule.train.metrics import Row, read_metrics
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.models.bytes import VOCAB_SIZE
+from deltarule.models.files import CONFIG, WEIGHTS, naming, read_config
+from deltarule.train.checkpoint import (
+    MARKER,
+    Checkpoint,
+    checkpoint_steps,
+    fill,
+    newest_checkpoint,
+    read_checkpoint,
+)
+from deltarule.train.metrics import figures, read_metrics
 from deltarule.train.progress import for_screen
 from deltarule.train.run_folder import DIVERGED, RUN, RunFolderError, RunRecord, locked, read_run
-from deltarule.train.watch import figures
 
 
 @dataclass(frozen=True)
@@ -33,7 +46,8 @@ def show_runs(run: RunsRun) -> None:
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise missing_run(missing[0])
     if not folders:
-        folders = sorted((path.parent for path in run.runs.glob(f"*/{RUN}")), key=began)
+        records = sorted(run.runs.glob(f"*/{RUN}"), key=lambda path: path.stat().st_mtime)
+        folders = [path.parent for path in records]
     if not folders:
         raise RunFolderError(f"{run.runs}: there are no runs; start one with: deltarule train text")
     if run.toml:
@@ -69,11 +83,10 @@ def missing_run(folder: Path) -> RunFolderError:
     return RunFolderError(f"{folder}: there is no such run{hint}")
 
 
-def began(folder: Path) -> float:
-    return (folder / RUN).stat().st_mtime
-
-
 def differences(records: Sequence[RunRecord]) -> list[list[str]]:
+    def shown(value: Any) -> str:
+        return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
     options = [flat(record.configuration) for record in records]
     names = dict.fromkeys(name for one in options for name in one)
     rows = [[name.replace("_", "-"), *(shown(one.get(name)) for one in options)] for name in names]
@@ -81,35 +94,27 @@ def differences(records: Sequence[RunRecord]) -> list[list[str]]:
 
 
 def summary(folder: Path) -> list[str]:
-    """One run as a row: how far it has come, and what it measured last."""
+    """One run as a row: how far it has come, how it goes, and what it measured last."""
     record = read_run(folder)
     with naming(folder / RUN, RunFolderError):
         steps: int = fitted(int, flat(record.configuration).get("steps"), "steps")
     rows = read_metrics(folder / "metrics.jsonl")
     step = max([row["step"] for row in rows] + checkpoint_steps(folder / "checkpoints"), default=0)
-    done = state(folder, record, step)
-    return [folder.name, record.command, f"{step:,}/{steps:,}", done, last_measured(rows)]
-
-
-def state(folder: Path, record: RunRecord, step: int) -> str:
-    """Whether a run is going on, is done, has diverged, or stopped before its end."""
+    state = "done" if record.done is not None and record.done >= step else "stopped"
+    if (folder / DIVERGED).exists():
+        state = "diverged"
     try:
         with locked(folder):
             pass
     except RunFolderError:
-        return "running"
-    if (folder / DIVERGED).exists():
-        return "diverged"
-    return "done" if record.done is not None and record.done >= step else "stopped"
-
-
-def last_measured(rows: Sequence[Row]) -> str:
+        state = "running"
     measured = (
         {n: x for n, x in figures(row).items() if n.startswith(("validation_", "final_"))}
         for row in reversed(rows)
     )
     last = next(filter(None, measured), {})
-    return ", ".join(f"{name.split('_', 1)[1]} {value:.4g}" for name, value in last.items())
+    told = ", ".join(f"{name.split('_', 1)[1]} {value:.4g}" for name, value in last.items())
+    return [folder.name, record.command, f"{step:,}/{steps:,}", state, told]
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -125,5 +130,47 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+def load_model(folder: Path, device: torch.device, *, of_bytes: bool = True) -> CausalLM:
+    """The model of a run, or of one of its checkpoints, `runs/NAME/checkpoints/step-N`.
+
+    A run that is not at its end gives its newest checkpoint, with a note.
+    """
+    if not folder.is_dir():
+        raise missing_run(folder)
+    if (folder / MARKER).exists():
+        model = checkpoint_model(folder, read_checkpoint(folder, optimizer=False))
+    # A model may lie alone in a folder.
+    elif (folder / WEIGHTS).exists() and (not (folder / RUN).exists() or is_at_its_end(folder)):
+        model = CausalLM.load(folder)
+    else:
+        found = newest_checkpoint(folder / "checkpoints", optimizer=False)
+        if found is None:
+            read_run(folder)
+            raise RunFolderError(f"{folder} has no checkpoint yet, and so no model")
+        print(f"note: {folder} is not at its end: this is its checkpoint of step {found.step:,}")
+        model = checkpoint_model(folder / "checkpoints" / f"step-{found.step}", found)
+    if of_bytes and model.config.vocab_size != VOCAB_SIZE:
+        raise RunFolderError(
+            f"{folder} holds a model of {model.config.vocab_size} tokens, not of bytes"
+        )
+    return model.to(device).eval()
+
+
+def is_at_its_end(folder: Path) -> bool:
+    steps, done = checkpoint_steps(folder / "checkpoints"), read_run(folder).done
+    last = not steps or (done is not None and done >= steps[-1])
+    return last and (folder / WEIGHTS).exists()
+
+
+def run_of(folder: Path) -> Path:
+    return folder.resolve().parents[1] if (folder / MARKER).exists() else folder
+
+
+def checkpoint_model(folder: Path, found: Checkpoint) -> CausalLM:
+    """The model of a checkpoint, whether one process wrote it or many."""
+    run = run_of(folder)
+    fields = read_config(run)
+    with naming(run / CONFIG):
+        model = CausalLM(ModelConfig.from_fields(fields))
+    fill(folder, found, dict(model.state_dict()))
+    return model

@@ -9,7 +9,7 @@ from pathlib import Path
 from deltarule.models import CausalLM
 from deltarule.nn.checks import check_least
 from deltarule.train.device import choose_device
-from deltarule.train.run_model import load_model, run_of
+from deltarule.train.runs import load_model, run_of
 from deltarule.train.vocabulary import Encoder, make_encoder, tokens_of
 
 

@@ -1,12 +1,15 @@
 """Checkpoints of a run on several processes: the same folders, a file for each process's part.
 
 Writing goes on beside the next steps. As on one process, a `step-N` is whole or not there: parts
-are written aside, synced and hashed by those who wrote them, and one rename makes them visible.
+are written aside, synced and hashed by those who wrote them, and one rename makes them visible. The
+header of each file says where in the whole tensors its parts lie, so that any number of processes
+can read them. There is no other metadata, and nothing is pickled or unpickled from disk.
 """
 
 import json
 import shutil
 import threading
+import warnings
 from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,10 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from deltarule.atomic_file import sync
-from deltarule.models.files import CheckpointError
-from deltarule.parallel import World, shard_files
+from deltarule.models import CausalLM
+from deltarule.models.files import CONFIG, WEIGHTS, CheckpointError
+from deltarule.parallel import World
 from deltarule.train.checkpoint import (
     STATE,
     Checkpoint,
@@ -36,7 +47,7 @@ class ShardedCheckpoints(Checkpoints):
     """`Checkpoints` of a run whose tensors lie on several processes, which all see the folder.
 
     Any number of processes reads what any other has written. Parameters named `stepped` are split
-    with an axis of steps.
+    with an axis of steps; see `split_heads`.
     """
 
     def __init__(
@@ -52,7 +63,10 @@ class ShardedCheckpoints(Checkpoints):
         self.failure: BaseException | None = None
 
     def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
-        """Begin to write one checkpoint, once the one before is there."""
+        """Begin to write one checkpoint, once the one before is there.
+
+        What is no DTensor is alike on all processes, and all may change when this returns.
+        """
         self.wait()
         aside = self.folder / f".step-{step}.tmp"
 
@@ -61,9 +75,10 @@ class ShardedCheckpoints(Checkpoints):
             aside.mkdir()
 
         self.world.from_first(prepare)
-        written = shard_files.write_shards(
-            aside, shard_files.as_written(tensors, self.stepped), self.group
-        )
+        written = async_save(
+            as_written(tensors, self.stepped), process_group=self.group,
+            storage_writer=HuggingFaceStorageWriter(str(aside), save_distributed=True),
+        )  # fmt: skip
         arguments = written, aside, step, json.dumps(state)
         self.writing = threading.Thread(target=self._finish, args=arguments)
         self.writing.start()
@@ -79,42 +94,48 @@ class ShardedCheckpoints(Checkpoints):
             raise OSError(f"{self.folder}: the checkpoint was not written: {failure}")
 
     def _finish(self, written: Future[Any], aside: Path, step: int, state: str) -> None:
-        first = self.world.first
+        world = self.world
+
+        def hash_own() -> None:
+            files = sorted(aside.glob(f"shard-{world.rank + 1:05d}-*.safetensors"))
+            for file in files:
+                sync(file)
+            hashes = {file.name: file_hash(file) for file in files}
+            (aside / HASHES.format(world.rank)).write_text(json.dumps(hashes))
+
+        def publish() -> None:
+            hashes: dict[str, str] = {}
+            for rank in range(world.size if world.first else 0):
+                part = aside / HASHES.format(rank)
+                hashes |= read_json(part)
+                part.unlink()
+            if world.first:
+                self.publish(aside, step, state, hashes)
+
         try:
             written.result()
-            self.world.everywhere(lambda: self._hash_own(aside), self.group)
-            self.world.everywhere(
-                lambda: self._publish(aside, step, state) if first else None, self.group
-            )
+            world.everywhere(hash_own, self.group)
+            world.everywhere(publish, self.group)
         except CheckpointException as error:
             self.failure = next(iter(error.failures.values()))[0]
         except Exception as error:
             self.failure = error
-        if first:
+        if world.first:
             # Where the disk is full, half a checkpoint must not keep it so.
             shutil.rmtree(aside, ignore_errors=True)
-
-    def _hash_own(self, aside: Path) -> None:
-        files = shard_files.own_files(aside, self.world.rank)
-        for file in files:
-            sync(file)
-        hashes = {file.name: file_hash(file) for file in files}
-        (aside / HASHES.format(self.world.rank)).write_text(json.dumps(hashes))
-
-    def _publish(self, aside: Path, step: int, state: str) -> None:
-        hashes: dict[str, str] = {}
-        for rank in range(self.world.size):
-            part = aside / HASHES.format(rank)
-            hashes |= read_json(part)
-            part.unlink()
-        self.publish(aside, step, state, hashes)
 
     def newest(self) -> Checkpoint | None:
         """The newest folder whose files still have their hashes, which the processes share out."""
         steps = self.world.from_first(self.steps)
         for step in reversed(steps):
             folder = self.folder / f"step-{step}"
-            if self._is_whole(folder):
+            try:
+                hashes = read_marker(folder)[1]
+                names = sorted(hashes)[self.world.rank :: self.world.size]
+                bad = any(file_hash(folder / name) != hashes[name] for name in names)
+            except (CheckpointError, OSError):
+                bad = True
+            if not self.world.sum(torch.tensor(int(bad))):
                 return Checkpoint(step, read_json(folder / STATE), {})
             if self.world.first:
                 print(f"note: skipped a damaged checkpoint: {folder}")
@@ -122,20 +143,67 @@ class ShardedCheckpoints(Checkpoints):
             raise CheckpointError(f"{self.folder}: every checkpoint is damaged")
         return None
 
-    def _is_whole(self, folder: Path) -> bool:
-        try:
-            hashes = read_marker(folder)[1]
-            names = sorted(hashes)[self.world.rank :: self.world.size]
-            bad = any(file_hash(folder / name) != hashes[name] for name in names)
-        except (CheckpointError, OSError):
-            bad = True
-        return not self.world.sum(torch.tensor(int(bad)))
-
     def weights_of(self, step: int) -> Checkpoint:
         """The checkpoint of a step; its files were found whole, or written by this run."""
         return Checkpoint(step, {}, {})
 
-    def fill(self, checkpoint: Checkpoint, wanted: Tensors) -> None:
-        read = shard_files.as_written(wanted, self.stepped)
-        shard_files.read_shards(self.folder / f"step-{checkpoint.step}", read)
-        shard_files.take_written(wanted, read, self.stepped)
+
+def read_shards(folder: Path, tensors: Tensors, stepped: Collection[str] = ()) -> None:
+    """Fill tensors in place from what any number of processes, or one alone, have written.
+
+    A `CheckpointError` names a tensor that is missing, or of another shape than the model's.
+    """
+    read = as_written(tensors, stepped)
+    try:
+        with warnings.catch_warnings():
+            # That one process alone reads is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            reader = HuggingFaceStorageReader(str(folder))
+            load(read, storage_reader=reader, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise CheckpointError(f"{folder}: not a checkpoint of this model: {reason}") from None
+    for name, tensor in tensors.items():
+        if name.rpartition("/")[2] in stepped:
+            value = read[name].view(tensor.shape)
+            if isinstance(tensor, DTensor):
+                mesh, placements = tensor.device_mesh, tensor.placements
+                value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+            with torch.no_grad():
+                tensor.copy_(value)
+
+
+def as_written(tensors: Tensors, stepped: Collection[str]) -> Tensors:
+    """The tensors, moments among them, in the shapes that they have in one process."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.rpartition("/")[2] in stepped:
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            found[name] = whole.flatten(0, 1)
+    return found
+
+
+def write_model(model: CausalLM, folder: Path, world: World, stepped: Collection[str]) -> None:
+    """Write the folder that `CausalLM.load` opens; no process holds the whole model for it."""
+    aside = folder / ".model.tmp"
+    tensors = as_written(dict(model.state_dict()), stepped)
+
+    def prepare() -> None:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+
+    def publish() -> None:
+        merged = aside / "model-00001-of-00001.safetensors"
+        sync(merged)
+        merged.rename(folder / WEIGHTS)
+        (folder / CONFIG).write_text(model.config.to_json())
+        shutil.rmtree(aside)
+
+    world.from_first(prepare)
+    names = dict.fromkeys(tensors, 1)
+    writer = HuggingFaceStorageWriter(
+        str(aside), fqn_to_index_mapping=names, save_distributed=True, enable_consolidation=True
+    )
+    save(tensors, storage_writer=writer)
+    dist.barrier()
+    world.from_first(publish)

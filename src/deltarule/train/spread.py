@@ -6,6 +6,7 @@ of processes, group r of D takes the rows r, r + D, ..., and their losses and gr
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from deltarule.parallel.estimate import Division, room_to_keep
 from deltarule.parallel.machine import Size
 from deltarule.parallel.spread import Plan
 from deltarule.parallel.world import AXES
+from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.step import Part, TrainingStep
 
 
@@ -25,9 +27,6 @@ class Spread:
 
     Of the `count` rows of a step, which all processes share out evenly, `rows` are this one's. A
     pass takes rows of `tokens` at once.
-
-    Attributes:
-        rows: Which of the rows of a step are this process's.
     """
 
     def __init__(
@@ -44,7 +43,15 @@ class Spread:
         self.plan: Plan | None = None
         if world is not None and mesh is not None:
             keep = keeps_gathered(model, world, mesh, tokens, 2 if bfloat16 else 4)
-            self.rows = own_rows(count, mesh)
+            shards = mesh["shard"].size()
+            groups = mesh["replicate"].size() * shards
+            if count % groups:
+                raise ValueError(
+                    f"--accumulate {count} rows cannot be shared out over {groups} groups of "
+                    f"processes: give a multiple of {groups}"
+                )
+            own = mesh["replicate"].get_local_rank() * shards + mesh["shard"].get_local_rank()
+            self.rows = range(own, count, groups)
             self.plan = parallelize(
                 model, mesh, bfloat16=bfloat16, keep_gathered=keep, accumulates=len(self.rows) > 1
             )
@@ -60,21 +67,15 @@ class Spread:
     def first(self) -> bool:
         return self.world is None or self.world.first
 
-    def before_backward(self, last: bool) -> None:
-        """Let the gradients of the last row, and with them of all before it, be summed."""
-        if self.data is not None:
-            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+    def checkpoints(self, folder: Path, keep: int) -> Checkpoints:
+        """Of the run: by one process whole files, by several parts; each reads both."""
+        if self.plan is None or self.world is None:
+            return Checkpoints(folder, keep=keep)
+        # DTensor and its checkpoints take a second to import, and one process needs neither.
+        from deltarule.train.sharded_checkpoint import ShardedCheckpoints
 
-    def total(self, figures: Tensor) -> Tensor:
-        return figures if self.world is None else self.world.sum(figures) / self.alike
-
-    def norm(self) -> Tensor:
-        """The norm of the whole gradient, which is spread, once all of it is summed."""
-        from deltarule.parallel.sharding import sharded_norm, sum_replicated
-
-        if self.plan is not None and self.data is not None:
-            sum_replicated(self.plan.replicated, self.data)
-        return sharded_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        stepped = self.plan.stepped
+        return ShardedCheckpoints(folder, keep=keep, world=self.world, stepped=stepped)
 
     @contextlib.contextmanager
     def attended(self, step: int) -> Iterator[None]:
@@ -95,19 +96,6 @@ class Spread:
         if self.world is None:
             return list(wishes)
         return [count > 0 for count in self.world.sum(torch.tensor(wishes, dtype=torch.int32))]
-
-
-def own_rows(count: int, mesh: DeviceMesh) -> range:
-    """Which of so many rows are those of this process's group."""
-    shards = mesh["shard"].size()
-    groups = mesh["replicate"].size() * shards
-    if count % groups:
-        raise ValueError(
-            f"--accumulate {count} rows cannot be shared out over {groups} groups of processes: "
-            f"give a multiple of {groups}"
-        )
-    own = mesh["replicate"].get_local_rank() * shards + mesh["shard"].get_local_rank()
-    return range(own, count, groups)
 
 
 def keeps_gathered(model: CausalLM, world: World, mesh: DeviceMesh, tokens: int, each: int) -> bool:
@@ -144,11 +132,21 @@ class SpreadStep(TrainingStep):
         return self.spread.count
 
     def before_backward(self, last: bool) -> None:
-        """Gradients are summed once a step."""
-        self.spread.before_backward(last)
+        """Let the gradients of the last row, and with them of all before it, be summed."""
+        if self.spread.data is not None:
+            self.spread.model.set_requires_gradient_sync(last)  # type: ignore[operator]
 
     def summed(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        return self.spread.total(total), self.spread.norm().reshape(1)
+        """The figures of all rows, and the norm of the whole gradient, once all of it is summed."""
+        from deltarule.parallel.sharding import sharded_norm, sum_replicated
+
+        spread = self.spread
+        if spread.world is not None:
+            total = spread.world.sum(total) / spread.alike
+        if spread.plan is not None and spread.data is not None:
+            sum_replicated(spread.plan.replicated, spread.data)
+        norm = sharded_norm([p.grad for p in spread.model.parameters() if p.grad is not None])
+        return total, norm.reshape(1)
 
     def divisor(self, norm: Tensor) -> Tensor | None:
         """A number alone: a tensor of one axis would have to be spread over the mesh, too."""

@@ -22,20 +22,17 @@ from deltarule.train.documents import DataError, limit_bytes, read_documents, sp
 from deltarule.train.evaluate import bits_per_byte, compressed_bits_per_byte
 from deltarule.train.extra import MissingExtraError
 from deltarule.train.figures import loss_curve
-from deltarule.train.loop import LoopOptions, Trainer, evaluating
-from deltarule.train.metrics import Metrics, read_metrics
-from deltarule.train.model_options import ModelOptions
+from deltarule.train.job import LoopOptions
+from deltarule.train.job import ModelOptions as ModelOptions
+from deltarule.train.loop import Trainer, evaluating
+from deltarule.train.metrics import Metrics, WatchOptions, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.progress import for_screen
-from deltarule.train.random_state import seed_everything
-from deltarule.train.run_folder import DataFacts, open_run
+from deltarule.train.run_folder import DataFacts
 from deltarule.train.sample import sample_text
 from deltarule.train.token_shards import is_token_folder, open_token_folder, sample_documents
 from deltarule.train.vocabulary import Encoder, make_encoder
-from deltarule.train.watch import WatchOptions, sinks
-from deltarule.train.whole_run import layers_of, model_line, train_and_finish
-
-COMMAND = "train text"
+from deltarule.train.whole_run import layers_of, whole_run
 
 
 @dataclass(frozen=True)
@@ -151,7 +148,7 @@ class TextJob:
     def __init__(
         self, run: TextRun, training: Corpus, validation: Corpus, world: World | None = None
     ) -> None:
-        self.batch_tokens, self.length = run.batch_tokens, run.length
+        self.run, self.batch_tokens = run, run.batch_tokens
         # The processes that share each row.
         self.sharing: dist.ProcessGroup | None = None
         if world is not None and world.mesh is not None and world.mesh["context"].size() > 1:
@@ -197,18 +194,18 @@ class TextJob:
         return {"bits/byte": figures[0] / math.log(2) * (corpus.predicted / corpus.num_bytes)}
 
     def evaluate(self, model: CausalLM) -> dict[str, float]:
-        bits = bits_per_byte(model, self.validation, self.length, every=self.every)
+        bits = bits_per_byte(model, self.validation, self.run.length, every=self.every)
         return {"validation_bits_per_byte": bits}
 
-    def reading(self, run: TextRun, step_seconds: float) -> float:
+    def reading(self, step_seconds: float) -> float:
         """Seconds that validation will take, by those of a step: a forward is a third of it."""
-        lengths = len({run.length, run.long_length})
+        lengths = len({self.run.length, self.run.long_length})
         return lengths * self.validation.predicted / self.batch_tokens * step_seconds / 2.5
 
-    def reserve(self, run: TextRun, step_seconds: float) -> float:
+    def reserve(self, step_seconds: float) -> float:
         """The same, plus the compressors (xz takes a second a megabyte), figure and sample."""
-        other = self.validation.num_bytes / 1e6 + 0.005 * run.sample_bytes + 1
-        return self.reading(run, step_seconds) + other
+        other = self.validation.num_bytes / 1e6 + 0.005 * self.run.sample_bytes + 1
+        return self.reading(step_seconds) + other
 
     def position(self) -> dict[str, int]:
         return self.rows.position()
@@ -223,50 +220,36 @@ def train_text(run: TextRun) -> Path:
     world = World(choose_device(run.loop.device), run.mesh)
     read = world.everywhere(lambda: read_text(run))
     config = run.model.config(read.vocab_size)
-    facts = DataFacts(read.source, read.num_bytes, read.sha256)
-    with (
-        open_run(run, COMMAND, "text", facts, world, str(world.device)) as folder,
-        sinks(run.watch.log, folder, first=world.first) as also,
-    ):
-        seed_everything(run.loop.seed)
-        model = CausalLM(config)
-        job = TextJob(run, read.training, read.validation, world)
-        if world.first:
-            describe(read, job, model, folder)
-            write_atomically(folder / CONFIG, lambda path: write_text(path, config.to_json()))
-            if read.encoder is not None:
-                read.encoder.save(folder)
-        trainer = Trainer(
-            model, job, options=run.loop, optimizer_options=run.optimizer, folder=folder,
-            resume=run.resume or world.attempt > 0, patience=run.watch.patience, began=began,
-            reserve=lambda step_seconds: job.reserve(run, step_seconds), also=also, world=world,
-        )  # fmt: skip
-        train_and_finish(trainer, lambda: finish(run, trainer, read, began), began)
-    return folder
+    job = TextJob(run, read.training, read.validation, world)
+
+    def describe(folder: Path) -> None:
+        for note in read.notes:
+            print(for_screen(f"note: {note}"))
+        print(f"run     {folder}")
+        documents = "1 document" if read.documents == 1 else f"{read.documents:,} documents"
+        print(for_screen(f"data    {read.source}: {documents}, {read.num_bytes:,} bytes"))
+        rest = f"of the rest, {read.validation.num_bytes:,} to validate on"
+        print(for_screen(f"        {read.training.num_bytes:,} bytes to train on; {rest}"))
+        write_atomically(folder / CONFIG, lambda path: write_text(path, config.to_json()))
+        if read.encoder is not None:
+            read.encoder.save(folder)
+
+    return whole_run(
+        run, "train text", "text", config, job, describe,
+        lambda trainer: finish(run, trainer, job, read, began), world=world, began=began,
+        data=DataFacts(read.source, read.num_bytes, read.sha256), reserve=job.reserve,
+    )  # fmt: skip
 
 
-def describe(read: TextData, job: TextJob, model: CausalLM, folder: Path) -> None:
-    for note in read.notes:
-        print(for_screen(f"note: {note}"))
-    print(f"run     {folder}")
-    documents = "1 document" if read.documents == 1 else f"{read.documents:,} documents"
-    print(for_screen(f"data    {read.source}: {documents}, {read.num_bytes:,} bytes"))
-    to_train, to_validate = job.rows.corpus.num_bytes, job.validation.num_bytes
-    rest = f"of the rest, {to_validate:,} to validate on"
-    print(for_screen(f"        {to_train:,} bytes to train on; {rest}"))
-    print(for_screen(model_line(model)))
-
-
-def finish(run: TextRun, trainer: Trainer, read: TextData, began: float) -> None:
+def finish(run: TextRun, trainer: Trainer, job: TextJob, read: TextData, began: float) -> None:
     """Validate beside the compressors, draw the curve, print a sample."""
     model, folder, validation = trainer.model, trainer.folder, read.validation
     compressors = compressed_bits_per_byte(validation)
     limit, every = run.loop.max_seconds, 1
     end = math.inf if limit is None else began + limit
-    assert isinstance(trainer.job, TextJob)
     if limit is not None and trainer.fastest < math.inf:
         left = max(end - time.monotonic() - 0.005 * run.sample_bytes, 0.1 * limit, 0.1)
-        every = math.ceil(trainer.job.reading(run, trainer.fastest) / left)
+        every = math.ceil(job.reading(trainer.fastest) / left)
     with evaluating(model):
         lengths = dict.fromkeys((run.length, run.long_length))
         ours = {

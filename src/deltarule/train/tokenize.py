@@ -14,9 +14,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from deltarule.nn.checks import check_least
-from deltarule.train.documents import MINIMUM_BYTES, DataError, find_files, is_text
+from deltarule.train.documents import MINIMUM_BYTES, READERS, DataError, find_files, is_text
 from deltarule.train.progress import make_progress
-from deltarule.train.row_files import READERS
 from deltarule.train.token_shards import INDEX, TRAINING, VALIDATION, Index, ShardWriter
 from deltarule.train.vocabulary import Encoder, make_encoder
 

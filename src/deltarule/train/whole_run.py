@@ -2,40 +2,72 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from deltarule.models import CausalLM
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.parallel import World
+from deltarule.train.job import Job
 from deltarule.train.loop import Trainer
-from deltarule.train.run_folder import line_that_resumes, mark_done
+from deltarule.train.metrics import sinks
+from deltarule.train.progress import for_screen
+from deltarule.train.random_state import seed_everything
+from deltarule.train.run_folder import DataFacts, line_that_resumes, mark_done, open_run
 
 
-def train_and_finish(trainer: Trainer, finish: Callable[[], None], began: float) -> None:
-    """Train, save the model, which is the best where that was kept, and let one process finish.
+def whole_run(
+    run: Any,
+    command: str,
+    default: str,
+    config: ModelConfig,
+    job: Job[Any],
+    describe: Callable[[Path], None],
+    finish: Callable[[Trainer], None],
+    *,
+    world: World,
+    began: float,
+    data: DataFacts | None = None,
+    reserve: Callable[[float], float] | None = None,
+) -> Path:
+    """Train a model on a job, save it, the best where that was kept; return the run's folder.
 
-    `finish` measures `trainer.model`, draws and prints; the command began at `began`.
+    The run is that of `open_run`, with a `watch` and an `optimizer`. The first process alone
+    describes what is given, and in the end measures, draws and prints what has come of it. The
+    command began at `began`; `reserve` is that of a `Trainer`.
     """
-    complete, folder = trainer.run(), trainer.folder
-    taken = trainer.take_best()
-    save_model(trainer)
-    if not trainer.spread.first:
-        return
-    if taken != trainer.step:
-        print(f"the model is that of step {taken:,}, the best of the short evaluations")
-    if complete:
-        mark_done(folder, trainer.step)
-    finish()
-    print(f"done in {time.monotonic() - began:.0f} s: {folder}")
-    if not complete:
-        print(f"it goes on with:\n  {line_that_resumes(folder)} --max-seconds None")
+    with (
+        open_run(run, command, default, world, data) as folder,
+        sinks(run.watch.log, folder, first=world.first) as also,
+    ):
+        seed_everything(run.loop.seed)
+        model = CausalLM(config)
+        if world.first:
+            describe(folder)
+            count, parameters = len(model.blocks), sum(p.numel() for p in model.parameters())
+            layers = f"{count} layer{'s' if count > 1 else ''} of {layers_of(model)}"
+            print(for_screen(f"model   {layers}, {parameters:,} parameters"))
+        trainer = Trainer(
+            model, job, options=run.loop, optimizer_options=run.optimizer, folder=folder,
+            resume=run.resume or world.attempt > 0, patience=run.watch.patience, began=began,
+            reserve=reserve, also=also, world=world,
+        )  # fmt: skip
+        complete = trainer.run()
+        taken = trainer.take_best()
+        save_model(trainer)
+        if world.first:
+            if taken != trainer.step:
+                print(f"the model is that of step {taken:,}, the best of the short evaluations")
+            if complete:
+                mark_done(folder, trainer.step)
+            finish(trainer)
+            print(f"done in {time.monotonic() - began:.0f} s: {folder}")
+            if not complete:
+                print(f"it goes on with:\n  {line_that_resumes(folder)} --max-seconds None")
+    return folder
 
 
 def layers_of(model: CausalLM) -> str:
     return ", ".join(dict.fromkeys(model.config.layer_types))
-
-
-def model_line(model: CausalLM) -> str:
-    count, parameters = len(model.blocks), sum(p.numel() for p in model.parameters())
-    layers = "1 layer" if count == 1 else f"{count} layers"
-    return f"model   {layers} of {layers_of(model)}, {parameters:,} parameters"
 
 
 def save_model(trainer: Trainer) -> None:
@@ -44,7 +76,7 @@ def save_model(trainer: Trainer) -> None:
     if world is None or plan is None:
         trainer.model.save(trainer.folder)
         return
-    from deltarule.parallel.shard_files import write_model
+    from deltarule.train.sharded_checkpoint import write_model
 
     write_model(trainer.model, trainer.folder, world, plan.stepped)
     if world.first:
