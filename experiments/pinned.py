@@ -15,7 +15,7 @@ import numpy as np
 
 from deltarule.tasks import niah
 from deltarule.tasks.batch import Batch
-from deltarule.tasks.prose import Prose, Split, prose_of
+from deltarule.tasks.niah import Prose, Split, prose_of
 from deltarule.train.documents import DataError, Document, Documents
 
 ARCHIVE = Path(__file__).with_name("text.tar.xz")

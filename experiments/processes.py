@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 
 from deltarule.processes import Worker, each_apart
-from deltarule.train.interrupt import Interrupt
-from deltarule.train.loop import InterruptedRunError
+from deltarule.train.loop import Interrupt, InterruptedRunError
 from experiments import records
 from experiments.experiment import Cell
 from experiments.records import Record

@@ -12,12 +12,12 @@ import torch
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn.gates import starting_horizons
 from deltarule.tasks import load_task
+from deltarule.train.checkpoint import seed_everything
 from deltarule.train.job import Job
 from deltarule.train.labelled import TEST, Curriculum, LabelledJob, Rows, draw_rows, measure
 from deltarule.train.loop import LoopOptions, Trainer, evaluating
 from deltarule.train.metrics import Row, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
-from deltarule.train.random_state import seed_everything
 from experiments.experiment import Form
 
 # Seconds of training that a kill may cost a cell.

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltarule import RecurrentOutput, delta_rule, dplr, pack
+import deltarule
+from deltarule import RecurrentOutput, pack
 from deltarule.doctor import chunked
 from deltarule.ops.delta_rule import definition
 from tolerance import assert_close, assert_close_to_yardstick
@@ -30,17 +31,8 @@ class Case(NamedTuple):
         self, impl: str, tensors: dict[str, Tensor | None] | None = None, **options: object
     ) -> RecurrentOutput:
         """Call the operator that has this erase."""
-        x = self.tensors if tensors is None else tensors
-        shared = {
-            "log_decay": x["log_decay"], "initial_state": x["initial_state"], "impl": impl,
-            "cu_seqlens": None if self.lengths is None else pack(self.lengths), **options,
-        }  # fmt: skip
-        if x["a"] is not None:
-            return dplr(x["q"], x["k"], x["v"], a=x["a"], b=x["b"], **shared)
-        return delta_rule(
-            x["q"], x["k"], x["v"], beta=x["beta"], n_steps=self.n_steps,
-            normalize_qk=self.normalize_qk, **shared,
-        )  # fmt: skip
+        case = self if tensors is None else self._replace(tensors=tensors)
+        return run_module(deltarule, case, impl=impl, **options)
 
     def present(self) -> list[str]:
         """Names of the tensors that there are."""
@@ -113,9 +105,16 @@ def with_gradients(
     case: Case, impl: str, d_o: Tensor, d_state: Tensor, **options: object
 ) -> tuple[RecurrentOutput, dict[str, Tensor]]:
     """Outputs, and the gradient of <d_o, o> + <d_state, final_state> by every tensor."""
+    return module_with_gradients(deltarule, case, d_o, d_state, impl=impl, **options)
+
+
+def module_with_gradients(
+    module: ModuleType, case: Case, d_o: Tensor, d_state: Tensor, **options: object
+) -> tuple[RecurrentOutput, dict[str, Tensor]]:
+    """The same of what `run_module` calls."""
     names = case.present()
     leaves = {name: case.tensors[name].detach().clone().requires_grad_() for name in names}
-    out = case.run(impl, case.tensors | leaves, **options)
+    out = run_module(module, case.changed(**leaves), **options)
     loss = (out.o * d_o.to(out.o.dtype)).sum() + (out.final_state * d_state).sum()
     # Without tokens the outputs depend on nothing.
     gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
@@ -130,7 +129,7 @@ def weights(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def run_module(module: ModuleType, case: Case, **options: object) -> RecurrentOutput:
-    """Call the reference module's function that has this erase."""
+    """Call the function that has this erase: the package's, or a reference module's."""
     x = case.tensors
     shared = {
         "log_decay": x["log_decay"], "initial_state": x["initial_state"],
@@ -142,18 +141,6 @@ def run_module(module: ModuleType, case: Case, **options: object) -> RecurrentOu
         x["q"], x["k"], x["v"], beta=x["beta"], n_steps=case.n_steps,
         normalize_qk=case.normalize_qk, **shared,
     )  # fmt: skip
-
-
-def yardstick(
-    case: Case, d_o: Tensor, d_state: Tensor
-) -> tuple[RecurrentOutput, dict[str, Tensor]]:
-    """The reference algorithm with its operands rounded, and gradients through it."""
-    names = case.present()
-    leaves = {name: case.tensors[name].detach().clone().requires_grad_() for name in names}
-    dtype = case.tensors["q"].dtype
-    out = run_module(chunked, case.changed(**leaves), chunk_size=64, matmul_dtype=dtype)
-    loss = (out.o.double() * d_o).sum() + (out.final_state * d_state).sum()
-    return out, dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
 def on(device: torch.device | str, case: Case) -> Case:
@@ -185,7 +172,9 @@ def compared(
         with_gradients(case.to(torch.float64), "reference", d_o, d_state),
     ]
     if dtype != torch.float64:
-        runs.append(yardstick(case, d_o, d_state))
+        # The yardstick: the reference algorithm with its operands rounded.
+        rounded = {"chunk_size": 64, "matmul_dtype": dtype}
+        runs.append(module_with_gradients(chunked, case, d_o, d_state, **rounded))
     found = [
         {"o": out.o, "final_state": out.final_state} | {f"d {n}": x for n, x in gradients.items()}
         for out, gradients in (*runs, runs[-1])[:3]

@@ -1,13 +1,15 @@
-"""Models and runs of text that take a second on a CPU."""
+"""Models and runs of text that take a second on a CPU, and runs that die in the middle."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.train.job import ModelOptions
-from deltarule.train.loop import LoopOptions
+from deltarule.train.loop import LoopOptions, Trainer
 from deltarule.train.text import TextRun
 
 # The same run on the command line.
@@ -34,3 +36,21 @@ def small_run(data: Path, runs: Path, **options: Any) -> TextRun:
         "loop": LoopOptions(steps=6, save_every=3, evaluate_every=3, device="cpu"),
     }  # fmt: skip
     return TextRun(data=str(data), runs=runs, **defaults | options)
+
+
+class Stop(Exception):
+    """What a test raises in the middle of a run."""
+
+
+def crash_at(step: int, monkeypatch: pytest.MonkeyPatch, train: Callable[[], object]) -> None:
+    """Train until so many steps are done; no handler of the library sees what comes then."""
+
+    def die(trainer, metrics, progress, update=Trainer._step):
+        if trainer.step == step:
+            raise Stop
+        update(trainer, metrics, progress)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", die)
+        with pytest.raises(Stop):
+            train()

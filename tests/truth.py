@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from deltarule import RecurrentOutput, delta_rule, dplr, pack
+from deltarule import RecurrentOutput, pack
 from deltarule.doctor.bars import FORWARD, GRADIENT, relative_rms
 from oracle import Case, make_case, on, weights
 
@@ -43,18 +43,10 @@ class Kind(NamedTuple):
 
 def call(case: Case, x: Tensors, **options: object) -> RecurrentOutput:
     """Call the operator that has this erase; offsets come on the device."""
-    shared = {
-        "log_decay": x["log_decay"], "initial_state": x["initial_state"], "impl": IMPL,
-    } | options  # fmt: skip
     # Not where a graph is captured, into which nothing can be copied from the CPU.
     if "cu_seqlens" not in options:
-        shared["cu_seqlens"] = offsets_of(case, x["q"].device)
-    if x["a"] is not None:
-        return dplr(x["q"], x["k"], x["v"], a=x["a"], b=x["b"], **shared)
-    return delta_rule(
-        x["q"], x["k"], x["v"], beta=x["beta"], n_steps=case.n_steps,
-        normalize_qk=case.normalize_qk, **shared,
-    )  # fmt: skip
+        options["cu_seqlens"] = offsets_of(case, x["q"].device)
+    return case.run(options.pop("impl", IMPL), x, **options)
 
 
 def offsets_of(case: Case, device: torch.device) -> Tensor | None:

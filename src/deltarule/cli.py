@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import importlib
 import io
-import itertools
 import os
 import sys
 import time
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 
 import deltarule
 from deltarule import errors
-from deltarule.bare_words import named
 from deltarule.nearest import nearest
 from deltarule.train.extra import MissingExtraError, require
 from deltarule.train.progress import for_screen
@@ -58,7 +56,7 @@ COMMANDS = {
     ),
     "data": Command(
         "write documents as token shards for training",
-        "deltarule.train.tokenize", "DataRun", "write_data",
+        "deltarule.train.token_shards", "DataRun", "write_data",
     ),
     "generate": Command(
         "write text with a trained model",
@@ -76,7 +74,7 @@ COMMANDS = {
     ),
     "plot attention": Command(
         "draw what the layers read and write",
-        "deltarule.train.attention_figure", "AttentionPlotRun", "plot_attention",
+        "deltarule.train.layer_view", "AttentionPlotRun", "plot_attention",
     ),
     "doctor": Command(
         "are the shipped kernels right on this GPU?", "deltarule.doctor", "DoctorRun", "diagnose"
@@ -174,7 +172,10 @@ def run(words: list[str]) -> int:
         print(for_screen(overview()))
         return 0 if words else MISUSED
     if words[0] == "--version":
-        print(versions())
+        from importlib.metadata import version
+
+        # What matters in a report of a problem.
+        print(f"deltarule {deltarule.__version__}, torch {version('torch')}")
         return 0
     commands = COMMANDS
     if words[0] in BESIDE.values() and not (commands := beside_the_package()):
@@ -195,7 +196,9 @@ def run(words: list[str]) -> int:
 
 def read_flags(name: str, command: Command, words: list[str]) -> Any:
     """Flags as the command's dataclass; to resume, a run's own configuration is the default."""
-    words = completed(command, words)
+    from deltarule.config_file import completed
+
+    words = completed(command.flags, command.bare, words)
     given = parse(name, command, words, default=None)
     if not getattr(given, "resume", False):
         return given
@@ -208,26 +211,6 @@ def read_flags(name: str, command: Command, words: list[str]) -> Any:
     return parse(name, command, [*words, "--name", folder.name], default=stored)
 
 
-def completed(command: Command, words: list[str]) -> list[str]:
-    """Words with those of a configuration file in front, and a flag before bare ones."""
-    place = next((i for i, word in enumerate(words) if word.split("=")[0] == "--config-file"), None)
-    mine, file = words, None
-    if place is not None:
-        _, equals, one = words[place].partition("=")
-        file = one if equals else "".join(words[place + 1 : place + 2])
-        mine = [*words[:place], *words[place + (1 if equals else 2) :]]
-        if not file or file.startswith("--"):
-            raise ValueError("--config-file needs the path of a TOML file after it")
-    if command.bare is not None:
-        mine = named(command.bare, command.flags, mine)
-    if file is None:
-        return mine
-    from deltarule.config_file import words_of_file
-
-    bare = list(itertools.takewhile(lambda x: not x.startswith("-"), mine))
-    return [*bare, *words_of_file(Path(file), command.flags), *mine[len(bare) :]]
-
-
 def parse(name: str, command: Command, words: list[str], default: Any) -> Any:
     """Let tyro read the words; it prints help and complaints itself and leaves with code 0 or 2."""
     from deltarule.config_file import flat
@@ -235,8 +218,7 @@ def parse(name: str, command: Command, words: list[str], default: Any) -> Any:
     tyro, conf = require("tyro"), require("tyro.conf")
     options = {} if default is None else {"default": default}
     # Of the processes that torchrun starts the first speaks.
-    aside = contextlib.redirect_stderr(io.StringIO()) if rank() else contextlib.nullcontext()
-    with aside:
+    with contextlib.redirect_stderr(io.StringIO()) if rank() else contextlib.nullcontext():
         given = tyro.cli(
             command.flags, args=words, prog=f"deltarule {name}",
             config=(conf.OmitArgPrefixes, conf.PositionalRequiredArgs),
@@ -261,13 +243,6 @@ def overview() -> str:
             "with --traceback, an error shows where it arose.",
         ]
     )  # fmt: skip
-
-
-def versions() -> str:
-    """The versions that matter in a report of a problem."""
-    from importlib.metadata import version
-
-    return f"deltarule {deltarule.__version__}, torch {version('torch')}"
 
 
 def unknown(name: str, words: list[str]) -> int:

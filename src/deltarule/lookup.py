@@ -76,8 +76,8 @@ def explain_call(run: ExplainRun) -> None:
     def zeros(*shape: int, dtype: str = run.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
 
-    erase = zeros(run.batch, run.tokens, value_heads, run.head_k_dim)
-    shape = (run.batch, run.tokens, value_heads, run.head_k_dim)
+    shape = run.batch, run.tokens, value_heads, run.head_k_dim
+    erase = zeros(*shape)
     free, tied = run.operator == "dplr", run.operator == "delta_rule" and run.erase
     explanations = explain(
         zeros(run.batch, run.tokens, run.heads, run.head_k_dim),
@@ -114,8 +114,6 @@ def rules(run: RulesRun) -> None:
 FORMS = {
     "reference": "recurrent", "torch": "chunked", "triton": "GPU kernel", "gluon": "fused forward",
 }  # fmt: skip
-
-COLUMNS = ("system", "one token", "decay", "erase", "source")
 
 
 def forms(system: System) -> str:
@@ -163,14 +161,12 @@ def described(system: System, layer: type[Mixer]) -> str:
 
 def markdown() -> str:
     """The whole table, a line for each system in the order of `SYSTEMS`."""
-    head = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    return "\n".join([*head, *map(_row, SYSTEMS.values())])
-
-
-def _row(system: System) -> str:
-    title = f"[{system.title}]({system.page or system.name}.md)"
-    cells = title, _code(system.recurrence), system.decay, system.erase, system.source
-    return f"| {' | '.join(cells)} |"
+    lines = ["| system | one token | decay | erase | source |", "|---|---|---|---|---|"]
+    for system in SYSTEMS.values():
+        title = f"[{system.title}]({system.page or system.name}.md)"
+        cells = title, _code(system.recurrence), system.decay, system.erase, system.source
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def facts(system: System, layer: type[Mixer]) -> str:

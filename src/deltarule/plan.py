@@ -53,21 +53,14 @@ def plan(run: PlanRun) -> list[Estimate]:
         f"channels, {size.attention} of them softmax attention\n{run.gpus} x {machine.name}, "
         f"{run.tokens_per_batch:,.0f} tokens a step in rows of {run.length:,}\n"
     )
-    head = ["division", "step s", "tokens/s", "of peak", "GiB", "binds"]
-    divisions = table([head, *map(row, found[: run.top])])
-    print(for_screen(f"{about}\n{divisions}\n\nthe fastest, seconds: {shares(found[0])}"))
+    rows = [["division", "step s", "tokens/s", "of peak", "GiB", "binds"]]
+    for one in found[: run.top]:
+        share = one.parts[one.binds] / one.seconds
+        rows.append([
+            str(one.division), f"{one.seconds:.3g}", f"{one.tokens_per_second:,.0f}",
+            f"{one.utilisation:.0%}", f"{one.memory / 2**30:.0f}", f"{one.binds} ({share:.0%})",
+        ])  # fmt: skip
+    parts = sorted(found[0].parts.items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts if seconds)
+    print(for_screen(f"{about}\n{table(rows)}\n\nthe fastest, seconds: {shares}"))
     return found
-
-
-def row(estimate: Estimate) -> list[str]:
-    share = estimate.parts[estimate.binds] / estimate.seconds
-    return [
-        str(estimate.division), f"{estimate.seconds:.3g}", f"{estimate.tokens_per_second:,.0f}",
-        f"{estimate.utilisation:.0%}", f"{estimate.memory / 2**30:.0f}",
-        f"{estimate.binds} ({share:.0%})",
-    ]  # fmt: skip
-
-
-def shares(estimate: Estimate) -> str:
-    parts = sorted(estimate.parts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts if seconds)

@@ -171,20 +171,16 @@ def serve(work: Callable[[Any], Any], words: "Connection[Any, Any]") -> None:
             task, log = words.recv()
         except (EOFError, OSError):
             return
-        print_into(log)
+        # All output of this process goes into a file, that of C code included.
+        with log.open("a", encoding="utf-8") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
         value, lost = work(task), gpu_is_lost()
         with contextlib.suppress(OSError):
             words.send((value, lost))
         if lost:
             # Destructors would wait for the GPU.
             os._exit(LOST)
-
-
-def print_into(log: Path) -> None:
-    """Redirect all output of this process into a file, that of C code included."""
-    with log.open("a", encoding="utf-8") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
 
 
 def gpu_is_lost() -> bool:

@@ -24,12 +24,17 @@ from deltarule.train.run_folder import locked, read_run, stored_configuration
 from deltarule.train.text import ModelOptions, TextRun
 from small import FLAGS, small_model
 
+TRAIN = ["train", "text", "--data", "data.txt", *FLAGS]
+COMMAND = [sys.executable, "-m", "deltarule", *TRAIN]
+LONG = [*COMMAND, "--steps", "100000", "--save-every", "100000"]
+
 
 @pytest.fixture
-def data(tmp_path):
-    path = tmp_path / "data.txt"
-    path.write_text("the cat sat on the mat and so on\n" * 100)
-    return path
+def folder(tmp_path, monkeypatch):
+    """The working folder, with a text in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.txt").write_text("the cat sat on the mat and so on\n" * 100)
+    return tmp_path
 
 
 def leave_code(arguments):
@@ -107,10 +112,9 @@ def test_an_unknown_flag_gets_a_suggestion(capsys):
         (["train", "text", "--name", "../up"], "plain name"),
     ],
 )
-def test_what_cannot_be_done_is_one_readable_line(words, says, capsys, tmp_path, monkeypatch, data):
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_done_is_one_readable_line(words, says, capsys, folder):
     if words[:2] == ["train", "text"] and not any("data" in w or "file" in w for w in words):
-        words = [*words, "--data", str(data)]
+        words = [*words, "--data", "data.txt"]
     assert main(words) == FAILED
     error = capsys.readouterr().err
     assert error.startswith("deltarule: error: ")
@@ -143,18 +147,17 @@ def test_rules_prints_the_table_and_one_rule(capsys):
     assert "loads checkpoints of kda, kimi_linear\n" in shown
 
 
-def test_a_toml_file_holds_flags_and_those_given_beside_it_count(data, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    options = flat(dataclasses.asdict(TextRun(data=str(data), model=ModelOptions(num_heads=1))))
+def test_a_toml_file_holds_flags_and_those_given_beside_it_count(folder):
+    options = flat(dataclasses.asdict(TextRun(data="data.txt", model=ModelOptions(num_heads=1))))
     options |= {"steps": 9, "hidden_size": 16, "layer_types": ["kda"], "mlp_size": 16}
     options |= {"sample_bytes": 0, "runs": "runs", "cuda_graphs": False}
-    (tmp_path / "all.toml").write_text(to_toml(options).replace("\nsteps", "\n[loop]\nsteps"))
+    Path("all.toml").write_text(to_toml(options).replace("\nsteps", "\n[loop]\nsteps"))
     words = ["train", "text", "--config-file", "all.toml", "--steps", "1", "--name", "a"]
     assert main(words) == 0
-    stored = stored_configuration(tmp_path / "runs" / "a", TextRun, "train text")
+    stored = stored_configuration(Path("runs/a"), TextRun, "train text")
     assert (stored.loop.steps, stored.model.layer_types) == (1, ("kda",))
     assert not stored.loop.cuda_graphs
-    (tmp_path / "few.toml").write_text("max-new-tokens = 3\nseed = 1\ntop_k = 2\n")
+    Path("few.toml").write_text("max-new-tokens = 3\nseed = 1\ntop_k = 2\n")
     assert main(["generate", "runs/a", "ab", "--config-file=few.toml"]) == 0
 
 
@@ -186,11 +189,8 @@ def fail(run):
 
 
 def test_an_error_that_nobody_foresaw_is_one_line_too(monkeypatch, capsys):
-    monkeypatch.setitem(
-        COMMANDS,
-        "rules",
-        COMMANDS["rules"]._replace(module=__name__, flags_name="Nothing", run_name="fail"),
-    )
+    names = {"module": __name__, "flags_name": "Nothing", "run_name": "fail"}
+    monkeypatch.setitem(COMMANDS, "rules", COMMANDS["rules"]._replace(**names))
     assert main(["rules"]) == FAILED
     assert capsys.readouterr().err.startswith("deltarule: error: KeyError: ")
     with pytest.raises(KeyError):
@@ -207,10 +207,8 @@ def test_explain_names_the_implementation_that_runs(flags, capsys):
     assert any("reference" in line for line in shown)
 
 
-def test_train_resume_generate_and_eval(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    train = ["train", "text", "--data", str(data), *FLAGS]
-    assert main([*train, "--steps", "6", "--name", "a", "--max-seconds", "0"]) == 0
+def test_train_resume_generate_and_eval(folder, capsys):
+    assert main([*TRAIN, "--steps", "6", "--name", "a", "--max-seconds", "0"]) == 0
     assert main(["train", "text", "--resume", "--name", "a", "--max-seconds", "60"]) == 0
     assert "step 6/6" in capsys.readouterr().out
     assert main(["train", "text", "--resume", "--lr", "0.5"]) == FAILED
@@ -223,15 +221,14 @@ def test_train_resume_generate_and_eval(data, tmp_path, capsys, monkeypatch):
     assert "position" in capsys.readouterr().out
 
 
-def test_bare_words_may_stand_between_flags(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    train = ["train", "text", *FLAGS, "--steps", "1", str(data)]
+def test_bare_words_may_stand_between_flags(folder, capsys):
+    train = ["train", "text", *FLAGS, "--steps", "1", "data.txt"]
     assert main([*train, "--name", "a"]) == 0
-    assert read_run(tmp_path / "runs" / "a").configuration["data"] == str(data)
-    other = shutil.copy(data, tmp_path / "other.txt")
+    assert read_run(Path("runs/a")).configuration["data"] == str(folder / "data.txt")
+    shutil.copy("data.txt", "other.txt")
     capsys.readouterr()
-    assert main(["eval", "--length", "8", "runs/a", str(other)]) == 0
-    assert f"runs/a on {other}, other data" in capsys.readouterr().out
+    assert main(["eval", "--length", "8", "runs/a", "other.txt"]) == 0
+    assert "runs/a on other.txt, other data" in capsys.readouterr().out
     generate = ["generate", "--max-new-tokens", "2"]
     for words in (["runs/a", "the"], ["--seed", "1", "runs/a", "--top-k", "9", "the"]):
         capsys.readouterr()
@@ -248,70 +245,66 @@ def test_bare_words_may_stand_between_flags(data, tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("wrong", [["--num-heads", "3"], ["--log", "wandb"]])
-def test_a_run_that_fails_before_its_first_step_keeps_no_name(wrong, data, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_that_fails_before_its_first_step_keeps_no_name(wrong, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    train = ["train", "text", "--data", str(data), *FLAGS, "--steps", "1", "--name", "a"]
-    train += ["--layer-types", "attention"]
+    train = [*TRAIN, "--steps", "1", "--name", "a", "--layer-types", "attention"]
+    kept = Path("runs/a")
     assert main([*train, *wrong]) == FAILED
-    assert not (tmp_path / "runs" / "a").exists()
-    (tmp_path / "runs" / "a").mkdir()
-    (tmp_path / "runs" / "a" / "mine").touch()
+    assert not kept.exists()
+    kept.mkdir()
+    (kept / "mine").touch()
     assert main([*train, *wrong]) == FAILED
-    assert [path.name for path in (tmp_path / "runs" / "a").iterdir()] == ["mine"]
+    assert [path.name for path in kept.iterdir()] == ["mine"]
     assert main(train) == 0
     assert main([*train, "--resume", *wrong]) == FAILED
-    assert (tmp_path / "runs" / "a" / "run.json").exists()
+    assert (kept / "run.json").exists()
 
 
-def test_a_run_that_fails_in_its_first_step_keeps_no_name(data, tmp_path, monkeypatch):
+def test_a_run_that_fails_in_its_first_step_keeps_no_name(folder, monkeypatch):
     def fails(*_):
         raise ValueError("the rows are too short")
 
     monkeypatch.setattr("deltarule.train.text.TextJob.loss", fails)
-    train = ["train", "text", "--data", str(data), *FLAGS, "--runs", str(tmp_path / "runs")]
-    assert main([*train, "--steps", "1", "--name", "a"]) == FAILED
-    assert [*(tmp_path / "runs").iterdir()] == []
+    assert main([*TRAIN, "--steps", "1", "--name", "a"]) == FAILED
+    assert [*Path("runs").iterdir()] == []
 
 
-def test_a_run_that_was_copied_goes_on_where_it_is(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    train = ["train", "text", "--data", str(data), *FLAGS, "--steps", "2"]
-    assert main([*train, "--name", "a"]) == 0
+def test_a_run_that_was_copied_goes_on_where_it_is(folder, capsys, monkeypatch):
+    assert main([*TRAIN, "--steps", "2", "--name", "a"]) == 0
     shutil.copytree("runs", "other/runs")
     before = Path("runs/a/run.json").read_bytes()
-    monkeypatch.chdir(tmp_path / "other")
+    monkeypatch.chdir("other")
     resume = ["train", "text", "--resume", "--name", "a"]
     assert main(resume) == 0
     assert "runs/a has taken all of its 2 steps" in capsys.readouterr().out
     assert main([*resume, "--steps", "3"]) == 0
-    assert read_run(tmp_path / "other" / "runs" / "a").done == 3
-    assert (tmp_path / "runs" / "a" / "run.json").read_bytes() == before
+    assert read_run(Path("runs/a")).done == 3
+    assert (folder / "runs/a/run.json").read_bytes() == before
 
 
-def test_runs_are_listed_compared_and_written_as_flags(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_runs_are_listed_compared_and_written_as_flags(folder, capsys, monkeypatch):
     assert main(["runs"]) == FAILED
     assert "there are no runs" in capsys.readouterr().err
-    train = ["train", "text", "--data", str(data), *FLAGS, "--steps", "4"]
+    a, b, c = (Path("runs") / name for name in "abc")
+    train = [*TRAIN, "--steps", "4"]
     assert main([*train, "--name", "a", "--evaluate-every", "2"]) == 0
     assert main([*train, "--name", "b", "--lr", "0.5", "--max-seconds", "0"]) == 0
-    (tmp_path / "runs" / "b" / "model.safetensors").unlink()
+    (b / "model.safetensors").unlink()
     capsys.readouterr()
     assert main(["runs"]) == 0
-    head, a, b = capsys.readouterr().out.splitlines()
+    head, of_a, of_b = capsys.readouterr().out.splitlines()
     assert head.split() == ["run", "of", "step", "state", "last", "validation"]
-    assert a.split()[:5] == ["a", "train", "text", "4/4", "done"]
-    assert "bits_per_byte" in a
-    assert b.split()[:4] == ["b", "train", "text", "1/4"]
+    assert of_a.split()[:5] == ["a", "train", "text", "4/4", "done"]
+    assert "bits_per_byte" in of_a
+    assert of_b.split()[:4] == ["b", "train", "text", "1/4"]
     with monkeypatch.context() as terminal:
         terminal.setenv("COLUMNS", "60")
         terminal.setattr(sys.stdout, "isatty", lambda: True)
         assert main(["runs"]) == 0
     narrow = capsys.readouterr().out
     assert max(map(len, narrow.splitlines())) <= 60
-    assert narrow.split() == " ".join([head, a, b]).split()
-    with locked(tmp_path / "runs" / "a"):
+    assert narrow.split() == " ".join([head, of_a, of_b]).split()
+    with locked(a):
         assert main(["runs", "a"]) == 0
     assert "running" in capsys.readouterr().out
     assert main(["train", "text", "--resume", "--name", "a"]) == 0
@@ -323,16 +316,15 @@ def test_runs_are_listed_compared_and_written_as_flags(data, tmp_path, capsys, m
     assert "0.003  0.5" in shown
     assert "hidden-size" not in shown
     assert main(["runs", "b", "--toml"]) == 0
-    (tmp_path / "b.toml").write_text(capsys.readouterr().out)
-    words = ["train", "text", "--config-file", "b.toml", "--name", "c"]
-    assert main(words) == 0
-    first, again = (read_run(tmp_path / "runs" / name).configuration for name in "bc")
+    Path("b.toml").write_text(capsys.readouterr().out)
+    assert main(["train", "text", "--config-file", "b.toml", "--name", "c"]) == 0
+    first, again = (read_run(folder).configuration for folder in (b, c))
     assert first | {"name": "c"} == again
     assert main(["runs", "a", "nothing"]) == FAILED
-    damaged = json.loads((tmp_path / "runs" / "c" / "run.json").read_text())
+    damaged = json.loads((c / "run.json").read_text())
     damaged["configuration"]["loop"]["steps"] = "many"
-    (tmp_path / "runs" / "c" / "run.json").write_text(json.dumps(damaged))
-    with (tmp_path / "runs" / "a" / "metrics.jsonl").open("a") as metrics:
+    (c / "run.json").write_text(json.dumps(damaged))
+    with (a / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 4, "validation_accuracy": "x"}\n')
     capsys.readouterr()
     assert main(["runs", "runs/c"]) == FAILED
@@ -345,11 +337,8 @@ def test_runs_are_listed_compared_and_written_as_flags(data, tmp_path, capsys, m
     assert "bits_per_byte" in rows[1]
 
 
-def test_the_hint_of_a_run_whose_time_is_over_is_a_whole_command(
-    data, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    words = ["train", "text", "--data", str(data), *FLAGS, "--steps", "3", "--runs", "here"]
+def test_the_hint_of_a_run_whose_time_is_over_is_a_whole_command(folder, capsys):
+    words = [*TRAIN, "--steps", "3", "--runs", "here"]
     assert main([*words, "--max-seconds", "0"]) == 0
     *_, says, hint = capsys.readouterr().out.splitlines()
     assert says == "it goes on with:"
@@ -362,15 +351,13 @@ def test_the_hint_of_a_run_whose_time_is_over_is_a_whole_command(
 
 
 @pytest.mark.parametrize("term", ["dumb", "xterm"])
-def test_a_terminal_of_60_columns_is_readable_from_a_process(term, data, tmp_path):
+def test_a_terminal_of_60_columns_is_readable_from_a_process(term, folder):
     """No line of a run is longer, and a dumb terminal is sent no control characters."""
     pty = pytest.importorskip("pty")
-    command = [sys.executable, "-m", "deltarule", "train", "text", "--data", str(data), *FLAGS]
     pid, screen = pty.fork()
     if pid == 0:
-        os.chdir(tmp_path)
         os.environ |= {"TERM": term, "COLUMNS": "60", "NO_COLOR": "1"}
-        os.execv(sys.executable, [*command, "--steps", "40"])
+        os.execv(sys.executable, [*COMMAND, "--steps", "40"])
     seen = b""
     with contextlib.suppress(OSError):
         while part := os.read(screen, 65536):
@@ -383,34 +370,39 @@ def test_a_terminal_of_60_columns_is_readable_from_a_process(term, data, tmp_pat
     assert term != "dumb" or b"\x1b" not in seen
 
 
-def test_ctrl_c_saves_says_how_to_resume_and_resuming_works(data, tmp_path):
-    command = [sys.executable, "-m", "deltarule", "train", "text", "--data", str(data), *FLAGS]
-    command += ["--steps", "100000", "--save-every", "100000"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    metrics = tmp_path / "runs" / "text" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+def has_begun():
+    """Whether the run has done a step, for which a minute is enough."""
+    metrics, until = Path("runs/text/metrics.jsonl"), time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size):
+        yield time.monotonic() < until
+
+
+def test_ctrl_c_saves_says_how_to_resume_and_resuming_works(folder):
+    process = subprocess.Popen(LONG, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for in_time in has_begun():
+        assert in_time
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED, error
     assert "--resume --name text" in error
     assert "Traceback" not in error
-    checkpoints = Checkpoints(tmp_path / "runs" / "text" / "checkpoints")
+    checkpoints = Checkpoints(Path("runs/text/checkpoints"))
     assert checkpoints.newest().step == checkpoints.steps()[-1] > 0
 
 
+def with_torch(folder, text, environment):
+    """A command's process that finds this module in place of PyTorch."""
+    (folder / "torch.py").write_text(text)
+    paths = {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    command = [sys.executable, "-m", "deltarule", "rules"]
+    return subprocess.run(command, env=environment | paths, capture_output=True, text=True)
+
+
 def test_ctrl_c_during_imports_is_one_line_in_a_process(tmp_path):
-    """In place of PyTorch, a module that presses the keys, and loses what they raise as C does."""
+    """A module that presses the keys, and loses what they raise as C does."""
     pressed = "import os\ntry:\n    os.kill(os.getpid(), 2)\nexcept KeyboardInterrupt:\n    pass\n"
-    (tmp_path / "torch.py").write_text(pressed)
-    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-m", "deltarule", "train", "text"],
-        env=os.environ | paths, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = with_torch(tmp_path, pressed, dict(os.environ))
     assert (done.returncode, done.stderr) == (INTERRUPTED, "deltarule: stopped\n")
 
 
@@ -419,19 +411,14 @@ def test_ctrl_c_during_imports_is_one_line_in_a_process(tmp_path):
     [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
 def test_threads_that_wait_sleep_early_unless_the_user_says_otherwise(tmp_path, given, turns):
-    """In place of PyTorch, which reads it as it is imported, a module that prints it."""
-    (tmp_path / "torch.py").write_text("import os; print(os.environ.get('GOMP_SPINCOUNT')); exit()")
-    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    """PyTorch reads it as it is imported; the module prints it."""
     kept = {n: x for n, x in os.environ.items() if n not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run(
-        [sys.executable, "-m", "deltarule", "rules"],
-        env=kept | paths | given, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout == f"{turns}\n"
+    prints = "import os; print(os.environ.get('GOMP_SPINCOUNT')); exit()"
+    assert with_torch(tmp_path, prints, kept | given).stdout == f"{turns}\n"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "metrics.jsonl"])
-def test_a_full_disk_is_one_line_and_the_line_that_resumes_the_process(name, data, tmp_path):
+def test_a_full_disk_is_one_line_and_the_line_that_resumes_the_process(name, folder):
     """A limit on the length of files stands for it, below or above what a checkpoint takes."""
     pytest.importorskip("resource")
     most = 10_000 if name == "model.safetensors" else 60_000
@@ -439,45 +426,39 @@ def test_a_full_disk_is_one_line_and_the_line_that_resumes_the_process(name, dat
         "import resource, sys; from deltarule.cli import main; "
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most})); sys.exit(main())"
     )
-    words = ["train", "text", "--data", str(data), *FLAGS, "--steps", "100000"]
+    words = [*TRAIN, "--steps", "100000"]
     words += ["--save-every", "5" if name == "model.safetensors" else "100000"]
     done = subprocess.run(
-        [sys.executable, "-c", limited, *words], cwd=tmp_path, capture_output=True, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", limited, *words], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == FAILED
     first, second = done.stderr.splitlines()
     assert first.startswith("deltarule: error: runs/text has stopped: ")
     assert "File too large" in first
     assert first.endswith("; continue with:")
     assert second.strip().endswith("--resume --name text")
-    assert not list((tmp_path / "runs" / "text" / "checkpoints").iterdir())
+    assert not list(Path("runs/text/checkpoints").iterdir())
 
 
-def test_a_lost_terminal_saves_like_ctrl_c_in_a_process(data, tmp_path):
+def test_a_lost_terminal_saves_like_ctrl_c_in_a_process(folder):
     """The run writes to a pseudo-terminal, whose other end is closed: a hangup."""
     pty = pytest.importorskip("pty")
-    command = [sys.executable, "-m", "deltarule", "train", "text", "--data", str(data), *FLAGS]
-    command += ["--steps", "100000", "--save-every", "100000"]
     pid, screen = pty.fork()
     if pid == 0:
         # Tests that run under nohup would hand on that a hangup is nothing.
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        os.chdir(tmp_path)
-        os.execv(sys.executable, command)
-    metrics = tmp_path / "runs" / "text" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        os.execv(sys.executable, LONG)
+    for in_time in has_begun():
+        assert in_time
         os.read(screen, 65536)
     os.close(screen)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == INTERRUPTED
-    assert Checkpoints(tmp_path / "runs" / "text" / "checkpoints").newest().step > 0
+    assert Checkpoints(Path("runs/text/checkpoints")).newest().step > 0
 
 
-def test_a_reader_that_leaves_early_is_no_error(data, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    main(["train", "text", "--data", str(data), *FLAGS, "--steps", "1", "--name", "a"])
+def test_a_reader_that_leaves_early_is_no_error(folder):
+    main([*TRAIN, "--steps", "1", "--name", "a"])
     reader, writer = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-m", "deltarule", "generate", "runs/a"],
@@ -500,11 +481,10 @@ def test_convert_writes_another_layout_and_says_so(tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
-def test_convert_of_a_run_that_goes_on_says_how_to_finish_it(data, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    main(["train", "text", "--data", str(data), *FLAGS, "--steps", "1"])
+def test_convert_of_a_run_that_goes_on_says_how_to_finish_it(folder, capsys):
+    main([*TRAIN, "--steps", "1"])
     capsys.readouterr()
-    (tmp_path / "runs" / "text" / "model.safetensors").unlink()
+    Path("runs/text/model.safetensors").unlink()
     assert main(["convert", "runs/text", "kda"]) == FAILED
     assert "finish it with: deltarule train text --resume --name text" in capsys.readouterr().err
     assert main(["convert", "runs/text/checkpoints/step-1", "kda"]) == FAILED

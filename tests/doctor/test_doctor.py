@@ -9,7 +9,7 @@ from promised import promised
 
 promised("triton")
 
-from deltarule.doctor import chunked, definition
+from deltarule.doctor import chunked
 from deltarule.doctor import examine as module
 from deltarule.doctor.command import DoctorRun, diagnose, keep_verdicts
 from deltarule.doctor.examine import Configuration, commonest, draw, every, examine, known_bad
@@ -170,10 +170,10 @@ def drawn(of, lengths, heads):
 def test_parts_of_the_heads_are_computed_like_all(erase, monkeypatch) -> None:
     of = Configuration(erase, "channel", 1, "bfloat16", 16, 32)
     inputs, weights = drawn(of, (5, 0, 3), 3)
-    exact = definition.in_float64(inputs)
-    whole = definition.results(definition.exact_run, exact, weights)
-    monkeypatch.setattr(definition, "STATES_AT_ONCE", 2 * 2 * 16 * 32)
-    parts = definition.in_parts(definition.exact_run, exact, weights)
+    exact = module.in_float64(inputs)
+    whole = module.results(module.exact_run, exact, weights)
+    monkeypatch.setattr(module, "STATES_AT_ONCE", 2 * 2 * 16 * 32)
+    parts = module.in_parts(module.exact_run, exact, weights)
     assert parts.keys() == whole.keys()
     for name, x in parts.items():
         assert_close(x, whole[name], dtype=torch.float64, name=name)
@@ -183,14 +183,14 @@ def test_parts_of_the_heads_are_computed_like_all(erase, monkeypatch) -> None:
 def test_a_draw_has_numbers_enough_for_a_ratio(lengths) -> None:
     of = Configuration("tied", "head", 1, "bfloat16", 64, 64)
     inputs, weights = drawn(of, lengths, module.KEY_HEADS)
-    exact = definition.in_parts(definition.exact_run, definition.in_float64(inputs), weights)
-    own = definition.in_parts(definition.yardstick_run, inputs, weights)
+    exact = module.in_parts(module.exact_run, module.in_float64(inputs), weights)
+    own = module.in_parts(module.yardstick_run, inputs, weights)
 
     def shorter_chunks(given):
         options = {"chunk_size": 32, "matmul_dtype": torch.bfloat16}
-        return definition.plain_run(chunked, given, options)
+        return module.plain_run(chunked, given, options)
 
-    found = definition.in_parts(shorter_chunks, inputs, weights)
+    found = module.in_parts(shorter_chunks, inputs, weights)
     # As many roundings as the yardstick: one and a half times its mean error is the bar.
     for name in ("dbeta", "dlog_decay"):
         ratio = module.times_yardstick(name, found[name], exact[name], own[name])

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from crash import crash_at
 from deltarule.nn import DeltaNet, Mamba2
 from experiments import mqar, regbench
 from experiments.experiment import Result, load_experiment, merged, read_settings
@@ -13,6 +12,7 @@ from experiments.figures import title_of
 from experiments.groups import make_cell
 from experiments.records import plain
 from experiments.signed_mamba2 import SignedMamba2
+from small import crash_at
 
 CPU = torch.device("cpu")
 CAUSES, GROUPS, MQAR, REGBENCH, TRACKING = map(

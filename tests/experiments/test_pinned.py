@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltarule.tasks import prose
+from deltarule.tasks import niah
 from deltarule.train.documents import DataError
 from experiments import pinned
 from experiments.experiment import load_experiment
@@ -40,8 +40,8 @@ def test_a_cell_reads_no_other_text(tmp_path, monkeypatch):
     def refuse(*_):
         raise AssertionError("read the library of the running Python")
 
-    monkeypatch.setattr(prose, "read_documents", refuse)
-    prose.read_prose.cache_clear()
+    monkeypatch.setattr(niah, "read_documents", refuse)
+    niah.read_prose.cache_clear()
     cell = load_experiment("niah").cells("laptop")[0]
     assert plain(cell)["text"] == SHA256
     tests = tuple(replace(one, rows=2) for one in cell.evaluations[:2])

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from crash import crash_at
 from deltarule.models import ModelConfig
 from deltarule.tasks.mqar import Config
 from deltarule.train.loop import LoopOptions
 from deltarule.train.optimizer import OptimizerOptions
 from experiments.task_cell import Curriculum, Evaluation, TaskCell
+from small import crash_at
 
 TASK = Config(length=8, pairs=2, vocab_size=8)
 LONGER = Config(length=16, pairs=2, vocab_size=8)

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 
-from crash import crash_at
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.train.data import encode_documents
 from deltarule.train.documents import DataError
@@ -21,6 +20,7 @@ from experiments.text_cell import (
     rows_at,
     text_model,
 )
+from small import crash_at
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(

@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torch import Tensor
 
-from deltarule.doctor.definition import results
-from deltarule.doctor.examine import LENGTHS, Configuration, draw, fused_run, triton_run
+from deltarule.doctor.examine import LENGTHS, Configuration, draw, fused_run, results, triton_run
 from deltarule.ops.delta_rule.gate_logits import NO_MAPS, Step
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs

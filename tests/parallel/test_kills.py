@@ -11,20 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from kill_writers import ROWS
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from deltarule.parallel import World
 from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.metrics import read_metrics
-from deltarule.train.sharded_checkpoint import read_shards
+from deltarule.train.sharded_checkpoint import ShardedCheckpoints, read_shards
 
-HERE = Path(__file__).parent
+ROWS = 1000
 
 
 def start_writer(rank: int, folder: Path, group: Path) -> subprocess.Popen[str]:
     environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     with errors_of(group).open("a") as errors:
         return subprocess.Popen(
-            [sys.executable, str(HERE / "kill_writers.py"), str(folder), str(group)],
+            [sys.executable, __file__, str(folder), str(group)],
             env=environment, text=True, stdout=subprocess.PIPE, stderr=errors,
         )  # fmt: skip
 
@@ -214,3 +216,24 @@ def test_a_process_that_hangs_ends_all_and_is_named(tmp_path: Path) -> None:
         launcher.terminate()
         _, errors = launcher.communicate(timeout=120)
     assert "no word from process 1 (in step" in errors
+
+
+def write(folder: Path, group: str) -> None:
+    """Write one checkpoint after the other, with another process, until killed."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=dist.FileStore(group, size), rank=rank, world_size=size)
+    world = World(torch.device("cpu"))
+    assert world.mesh is not None
+    mesh = world.mesh["shard"]
+    weight = distribute_tensor(torch.zeros(ROWS, 50), mesh, [Shard(0)], src_data_rank=None)
+    checkpoints = ShardedCheckpoints(folder, keep=2, world=world)
+    for step in range(1, 10**6):
+        weight.to_local().fill_(step)
+        checkpoints.save(step, {"weight": weight}, {"step": step})
+        # It may change at once: what is written is what it was.
+        weight.to_local().fill_(-1)
+        print(step, flush=True)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), sys.argv[2])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from test_training import write_corpus
 
 from deltarule.models import CausalLM, ModelConfig
-from deltarule.train.tokenize import DataRun, write_data
+from deltarule.train.token_shards import DataRun, write_data
 
 SCRIPT = Path(__file__).with_name("titan_run.py")
 EXAMPLE = Path(__file__).parents[2] / "examples/torchtitan/deltarule_titan.py"

@@ -12,7 +12,7 @@ from processes import Processes
 from deltarule.models import CausalLM
 from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.metrics import read_metrics
-from deltarule.train.tokenize import DataRun, write_data
+from deltarule.train.token_shards import DataRun, write_data
 
 # Of float32, over 50 steps.
 CURVE = 1e-5

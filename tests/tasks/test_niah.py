@@ -8,8 +8,7 @@ import pytest
 
 from deltarule.models.bytes import BEGIN, decode
 from deltarule.tasks.batch import NO_LABEL
-from deltarule.tasks.niah import DEPTHS, KEYS, NOISE, Config, generate
-from deltarule.tasks.prose import SENTENCE, read_prose
+from deltarule.tasks.niah import DEPTHS, KEYS, NOISE, SENTENCE, Config, generate, read_prose
 
 # RULER's template for one key and one value, with the needle in the context.
 FORMAT = re.compile(

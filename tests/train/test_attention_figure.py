@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from deltarule.cli import main
-from deltarule.train.attention_figure import draw_layers, draw_matrix
 from deltarule.train.figures import new_grid
-from deltarule.train.layer_view import LayerView, Reading
+from deltarule.train.layer_view import LayerView, Reading, draw_layers, draw_matrix
 from small import small_model
 
 PNG = b"\x89PNG"

@@ -3,6 +3,7 @@
 import gzip
 import lzma
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from deltarule.train.evaluate import (
     compressed_bits_per_byte,
     mean_bits,
 )
-from deltarule.train.sample import sample_text
+from deltarule.train.sample import GenerateRun, sample_text
+from deltarule.train.vocabulary import make_encoder
 from small import small_model
 
 TEXTS = [b"the first document", b"2nd", b"and a third one, which is the longest of the three"]
@@ -86,7 +88,7 @@ def test_sample_gives_whole_characters_from_a_document_start_to_its_end():
             assert stop == [BEGIN]
             return iter([104, 195, 169, 226, BEGIN])
 
-    pieces = list(sample_text(Scripted(), "a", max_new_tokens=9))
+    pieces = list(sample_text(Scripted(), GenerateRun(Path()), "a", make_encoder(None)))
     assert "".join(pieces) == "h\xe9\ufffd"
     assert pieces[:3] == ["h", "", "\xe9"]
 

@@ -3,9 +3,13 @@
 import errno
 import hashlib
 import json
+import os
 import pickle
+import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,9 +25,8 @@ TENSORS = {"w": torch.arange(6.0).reshape(2, 3)}
 
 
 def test_fifty_kills_leave_the_newest_checkpoint_loadable(tmp_path):
-    program = Path(__file__).with_name("kill_writer.py")
     done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path), "50", "0"],
+        [sys.executable, __file__, str(tmp_path), "50", "0"],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -187,3 +190,57 @@ def test_shards_of_another_model_are_named_in_one_line(wanted, message, tmp_path
     (line,) = str(caught.value).splitlines()
     assert line.startswith(f"{tmp_path}: not a checkpoint of this model: ")
     assert message in line.partition("model: ")[2]
+
+
+def content(step: int) -> dict[str, torch.Tensor]:
+    """Tensors that betray their step, and any mixture of two steps."""
+    whole = torch.full((40_000,), float(step))
+    return {"a": whole, "b": torch.tensor([step]), "exp_avg/a": -whole}
+
+
+def write_for_ever(folder: Path, first: int) -> None:
+    checkpoints = Checkpoints(folder, keep=2)
+    step = first
+    while True:
+        step += 1
+        checkpoints.save(step, content(step), {"step": step})
+
+
+def read_back(folder: Path, least: int) -> int:
+    """The newest step, after checking that it is whole and not older than what was seen before."""
+    checkpoints = Checkpoints(folder, keep=2)
+    assert not list(folder.glob(".*")), "what a killed writer left is cleaned at start"
+    for visible in folder.glob("step-*"):
+        read_checkpoint(visible)
+    newest = checkpoints.newest()
+    if newest is None:
+        assert least == 0
+        return 0
+    assert newest.step >= least
+    assert newest.state == {"step": newest.step}
+    for name, tensor in content(newest.step).items():
+        assert torch.equal(newest.tensors[name], tensor)
+    return newest.step
+
+
+def kill_and_read(folder: Path, kills: int, seed: int) -> None:
+    """Fork, so that a kill costs milliseconds and not an import of PyTorch."""
+    rng = random.Random(seed)
+    torch.set_num_threads(1)
+    step, advanced = 0, 0
+    for _ in range(kills):
+        child = os.fork()
+        if child == 0:
+            write_for_ever(folder, step)
+        time.sleep(rng.uniform(0.0, 0.15))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        before, step = step, read_back(folder, step)
+        advanced += step > before
+    # Kills that always came before the first save would prove nothing.
+    assert advanced > kills / 4, f"only {advanced} of {kills} writers got anything done"
+    print(f"{kills} kills, newest step {step}")
+
+
+if __name__ == "__main__":
+    kill_and_read(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

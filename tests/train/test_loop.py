@@ -12,19 +12,17 @@ import pytest
 import torch
 
 import deltarule.train.metrics
-from crash import crash_at
 from deltarule.errors import INTERRUPTED, DivergedError
 from deltarule.models import CheckpointError, compile_blocks
 from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.data import encode_documents
 from deltarule.train.device import choose_device
 from deltarule.train.extra import MissingExtraError
-from deltarule.train.interrupt import Interrupt
-from deltarule.train.loop import InterruptedRunError, LoopOptions, Trainer, _brief
+from deltarule.train.loop import Interrupt, InterruptedRunError, LoopOptions, Trainer, _brief
 from deltarule.train.metrics import Best, read_metrics, sinks
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.text import TextJob, TextRun
-from small import small_model
+from small import crash_at, small_model
 
 TEXTS = [bytes(range(97, 123)) * 8, b"the quick brown fox jumps over the lazy dog. " * 6]
 

@@ -11,7 +11,6 @@ import time
 import pytest
 import torch
 
-from crash import crash_at
 from deltarule.models import CausalLM
 from deltarule.train.documents import DataError
 from deltarule.train.loop import LoopOptions
@@ -21,7 +20,7 @@ from deltarule.train.report import EvalRun, evaluate_run
 from deltarule.train.run_folder import RunFolderError
 from deltarule.train.sample import GenerateRun, generate_text
 from deltarule.train.text import ModelOptions, TextRun, train_text
-from small import small_run
+from small import crash_at, small_run
 
 LINES = [f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(99, 20, -1)]
 

@@ -12,13 +12,12 @@ import torch
 
 from deltarule.models import CausalLM
 from deltarule.models.bytes import BEGIN
-from deltarule.train import tokenize, vocabulary
+from deltarule.train import token_shards, vocabulary
 from deltarule.train.data import ShuffledRows, encode_documents
 from deltarule.train.documents import DataError
 from deltarule.train.report import EvalRun, evaluate_run
 from deltarule.train.text import train_text
-from deltarule.train.token_shards import open_token_folder
-from deltarule.train.tokenize import DataRun, divided, write_data
+from deltarule.train.token_shards import DataRun, divided, open_token_folder, write_data
 from deltarule.train.vocabulary import blocks
 from most_memory import growth
 from small import small_run
@@ -137,7 +136,7 @@ def test_blocks_end_with_lines_and_are_the_text(monkeypatch):
 
 
 def test_a_long_file_is_several_documents(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenize, "LONGEST_BYTES", 1000)
+    monkeypatch.setattr(token_shards, "LONGEST_BYTES", 1000)
     (tmp_path / "long.txt").write_text("a line of thirty characters...\n" * 200)
     write_data(DataRun(tmp_path / "long.txt", tmp_path / "tokens"))
     documents = texts(open_token_folder(tmp_path / "tokens").training)
@@ -204,7 +203,7 @@ def test_a_damaged_index_is_one_line(source, tmp_path, content):
 # pyarrow is there before.
 IMPORTS = """
 import pyarrow.parquet
-from deltarule.train.tokenize import DataRun, write_data
+from deltarule.train.token_shards import DataRun, write_data
 """
 
 

@@ -11,8 +11,7 @@ from deltarule.train.documents import DataError
 from deltarule.train.report import EvalRun, evaluate_run
 from deltarule.train.sample import GenerateRun, generate_text
 from deltarule.train.text import train_text
-from deltarule.train.token_shards import open_token_folder
-from deltarule.train.tokenize import DataRun, write_data
+from deltarule.train.token_shards import DataRun, open_token_folder, write_data
 from deltarule.train.vocabulary import FILE, TokenDecoder, make_encoder, tokens_of
 from small import small_run
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from deltarule.ops.delta_rule.definition import unit_norm
 from deltarule.shapes import (
@@ -150,11 +151,6 @@ def decay_from_start(log_decay: Tensor, own_row: bool = True) -> Tensor:
     return sums.exp()
 
 
-def decay_to_end(log_decay: Tensor) -> Tensor:
-    """exp(sum of log_decay after row j to the end of the chunk)."""
-    return decay_from_start(log_decay.flip(-2), own_row=False).flip(-2)
-
-
 def pair_scores(x: Tensor, y: Tensor, between: Tensor, diagonal: int) -> Tensor:
     """sum_c x_ic y_jc e(j, i)_c for j <= i + diagonal: x and y [.., R, K] -> [.., R, R]."""
     if between.shape[-1] == 1:
@@ -185,8 +181,9 @@ def chunk_output(
 def next_state(state: Tensor, writes: list[Written], log_decay: Tensor, rounded: Round) -> Tensor:
     """S Diag(g_C) + sum_j x_j (y_j e(j, C))^T."""
     state = decayed(state, log_decay.sum(-2, keepdim=True).exp(), rounded)
+    to_end = decay_from_start(log_decay.flip(-2), own_row=False).flip(-2)
     for x, y in writes:
-        state = state + rounded(x).mT @ rounded(y * decay_to_end(log_decay))
+        state = state + rounded(x).mT @ rounded(y * to_end)
     return state
 
 
@@ -215,8 +212,10 @@ def run(
     """Carry the state from chunk to chunk of each sequence: a batch row, or a packed slice."""
     (batch, tokens, _, key_size), (heads, value_size) = q.shape, v.shape[2:]
     queries = per_value_head(q, heads) * (key_size**-0.5 if scale is None else scale)
-    rows |= {"q": on_last_step(queries, n_steps)}
-    decay = on_first_step(decay_per_head(log_decay, queries), n_steps)
+    # Token t's decay at row t * n, its query at row t * n + n - 1, zeros in its other rows.
+    rows |= {"q": pad(queries.unsqueeze(-2), (0, 0, n_steps - 1, 0)).flatten(-3, -2)}
+    decay = decay_per_head(log_decay, queries).unsqueeze(-2)
+    decay = pad(decay, (0, 0, 0, n_steps - 1)).flatten(-3, -2)
     bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
     sequences = batch if cu_seqlens is None else len(bounds) - 1
     if initial_state is None:
@@ -246,16 +245,12 @@ def run(
 
 
 def heads_first(x: Tensor) -> Tensor:
-    return x.to(state_dtype(x)).transpose(1, 2)
+    return x.to(torch.promote_types(x.dtype, torch.float32)).transpose(1, 2)
 
 
 def per_value_head(x: Tensor, heads: int) -> Tensor:
     """[B, T, H, K] -> [B, HV, T, K]: value head h reads key head h * H // HV."""
     return heads_first(x).repeat_interleave(heads // x.shape[2], dim=1)
-
-
-def state_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def decay_per_head(log_decay: Tensor | None, like: Tensor) -> Tensor:
@@ -268,13 +263,3 @@ def decay_per_head(log_decay: Tensor | None, like: Tensor) -> Tensor:
     if log_decay.ndim == 3:
         log_decay = log_decay.unsqueeze(-1)
     return log_decay.to(like.dtype).transpose(1, 2)
-
-
-def on_first_step(x: Tensor, n_steps: int) -> Tensor:
-    """Tokens to rows: token t at row t * n, zeros in its other rows."""
-    return torch.nn.functional.pad(x.unsqueeze(-2), (0, 0, 0, n_steps - 1)).flatten(-3, -2)
-
-
-def on_last_step(x: Tensor, n_steps: int) -> Tensor:
-    """Tokens to rows: token t at row t * n + n - 1, zeros in its other rows."""
-    return torch.nn.functional.pad(x.unsqueeze(-2), (0, 0, n_steps - 1, 0)).flatten(-3, -2)

@@ -1,5 +1,6 @@
 """`deltarule doctor`: examine configurations, show progress, keep what was found."""
 
+import contextlib
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,7 +72,12 @@ def diagnose(run: DoctorRun) -> None:
         print(warning)
     start, configurations = time.perf_counter(), every() if run.all else commonest()
     found, path = [], findings_file()
-    for verdict in shown(examine_all(configurations, run.processes), len(configurations)):
+    if run.processes == 0:
+        verdicts = examined(configurations, torch.device("cuda"))
+    else:
+        wanted = fitting_processes() if run.processes is None else run.processes
+        verdicts = examined_apart(configurations, min(wanted, len(configurations)))
+    for verdict in shown(verdicts, len(configurations)):
         # At once: the whole grid takes long, and may be stopped.
         path = keep_verdicts([verdict])
         found.append(verdict)
@@ -79,15 +86,6 @@ def diagnose(run: DoctorRun) -> None:
     print(f"{len(found) - len(failed)} of {len(found)} passed in {seconds:.0f} s; kept in {path}")
     if failed:
         raise ValueError(f"{len(failed)} configurations failed and are refused from now on")
-
-
-def examine_all(
-    configurations: Sequence[Configuration], processes: int | None
-) -> Iterator[Verdict]:
-    if processes == 0:
-        return examined(configurations, torch.device("cuda"))
-    wanted = fitting_processes() if processes is None else processes
-    return examined_apart(configurations, min(wanted, len(configurations)))
 
 
 def examined_apart(configurations: Sequence[Configuration], processes: int) -> Iterator[Verdict]:
@@ -139,23 +137,20 @@ def keep_verdicts(found: Iterable[Verdict]) -> Path:
 
 def shown(verdicts: Iterator[Verdict], total: int) -> Iterator[Verdict]:
     """Pass verdicts on under a bar of progress, or as plain lines where there is no terminal."""
-    if not sys.stdout.isatty():
+    live = sys.stdout.isatty()
+    bar: Any = require("rich.progress").Progress() if live else contextlib.nullcontext()
+    with bar as progress:
+        task = progress.add_task("examined", total=total) if live else None
         for verdict in verdicts:
-            print(line(verdict), flush=True)
+            state = "passed" if verdict.passed else "FAILED"
+            line = (
+                f"{state}  {verdict.name}  {verdict.times_bar:.2f} of the bar  "
+                f"{verdict.seconds:.1f} s  {verdict.error or ''}"
+            )
+            if not live:
+                print(line, flush=True)
+            else:
+                progress.advance(task)
+                if not verdict.passed:
+                    progress.console.print(line, highlight=False)
             yield verdict
-        return
-    with require("rich.progress").Progress() as progress:
-        task = progress.add_task("examined", total=total)
-        for verdict in verdicts:
-            progress.advance(task)
-            if not verdict.passed:
-                progress.console.print(line(verdict), highlight=False)
-            yield verdict
-
-
-def line(verdict: Verdict) -> str:
-    state = "passed" if verdict.passed else "FAILED"
-    return (
-        f"{state}  {verdict.name}  {verdict.times_bar:.2f} of the bar  {verdict.seconds:.1f} s  "
-        f"{verdict.error or ''}"
-    )

@@ -15,14 +15,14 @@ of all but the first tokens unseen. The ratio then spreads by some 5 %.
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltarule.doctor import bars
-from deltarule.doctor.definition import exact_run, in_float64, in_parts, results, yardstick_run
+from deltarule.doctor import bars, chunked
+from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.implementations import configuration_name, recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.pack import pack
@@ -43,6 +43,12 @@ BROKEN = (
     "the last kernel has broken this process's connection to the GPU: examine the rest in "
     "processes of their own, without --processes 0"
 )
+
+NAMES = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
+# Heads times entries of their states, of which the loop over tokens keeps all: 1.2 GiB in float64.
+STATES_AT_ONCE = 32 * 128 * 128
+
+Run = Callable[[Inputs], RecurrentOutput]
 
 
 class Configuration(NamedTuple):
@@ -83,12 +89,12 @@ def commonest() -> list[Configuration]:
     ]
     found.append(Configuration("tied", "none", 1, "bfloat16", 256, 256))
     found.append(Configuration("tied", "none", 2, "bfloat16", 128, 128))
+
+    def slow_to_compile(of: Configuration) -> tuple[bool, bool, int]:
+        return of.erase == "free" or of.decay == "channel", of.dtype == "float32", of.key_size
+
+    # What takes longest comes first, so that no process is left alone with it at the end.
     return sorted(found, key=slow_to_compile, reverse=True)
-
-
-def slow_to_compile(of: Configuration) -> tuple[bool, bool, int]:
-    """What takes longest comes first, so that no process is left alone with it at the end."""
-    return of.erase == "free" or of.decay == "channel", of.dtype == "float32", of.key_size
 
 
 def every() -> list[Configuration]:
@@ -148,6 +154,72 @@ def state_of(normal: Tensor) -> Tensor:
     return normal * normal.shape[-1] ** -0.5
 
 
+def plain_run(module: Any, inputs: Inputs, options: dict[str, Any]) -> RecurrentOutput:
+    """One of the two reference modules."""
+    x = inputs
+    names = "log_decay", "scale", "initial_state", "cu_seqlens"
+    shared = options | {name: getattr(x, name) for name in names}
+    if x.a is not None:
+        return module.dplr(x.q, x.k, x.v, a=x.a, b=x.b, **shared)
+    return module.delta_rule(
+        x.q, x.k, x.v, beta=x.beta, n_steps=x.n_steps, normalize_qk=x.normalize_qk, **shared
+    )
+
+
+def exact_run(inputs: Inputs) -> RecurrentOutput:
+    return plain_run(definition, inputs, {})
+
+
+def yardstick_run(inputs: Inputs) -> RecurrentOutput:
+    """The chunked algorithm in PyTorch, its operands rounded to the inputs' dtype."""
+    return plain_run(chunked, inputs, {"chunk_size": 64, "matmul_dtype": inputs.q.dtype})
+
+
+def results(run: Run, inputs: Inputs, weights: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Outputs, the final state and the gradients of a random sum of both."""
+    leaves = {
+        name: x.detach().clone().requires_grad_()
+        for name in NAMES
+        if (x := getattr(inputs, name)) is not None
+    }
+    o, state = run(inputs._replace(**leaves))
+    assert state is not None
+    d_o, d_state = weights[0].to(o.dtype), weights[1].to(state.dtype)
+    loss = (o * d_o).sum() + (state * d_state).sum()
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    named = dict(zip((f"d{name}" for name in leaves), gradients, strict=True))
+    return {"o": o, "final_state": state, **named}
+
+
+def in_parts(run: Run, inputs: Inputs, weights: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """`results` of so many heads at a time as memory is meant for, which know nothing of others."""
+    heads, each = inputs.q.shape[2], inputs.v.shape[2] // inputs.q.shape[2]
+    size = each * inputs.n_steps * math.prod(inputs.state_shape[2:])
+    at_once = max(STATES_AT_ONCE // size, 1)
+    parts = []
+    for first in range(0, heads, at_once):
+        of_keys = slice(first, first + at_once)
+        of_values = slice(first * each, (first + at_once) * each)
+        cut = {
+            name: x[:, of_values] if name == "initial_state" else x[:, :, place]
+            for name in NAMES
+            for place in (of_keys if name in ("q", "k") else of_values,)
+            if (x := getattr(inputs, name)) is not None
+        }
+        part = weights[0][:, :, of_values], weights[1][:, of_values]
+        parts.append(results(run, inputs._replace(**cut), part))
+    return {
+        name: torch.cat([part[name] for part in parts], 1 if name.endswith("state") else 2)
+        for name in parts[0]
+    }
+
+
+def in_float64(inputs: Inputs) -> Inputs:
+    return inputs._replace(
+        **{name: x.double() for name in NAMES if (x := getattr(inputs, name)) is not None}
+    )
+
+
 def triton_run(inputs: Inputs) -> RecurrentOutput:
     return recurrence.run(inputs, "triton", True)
 
@@ -155,15 +227,6 @@ def triton_run(inputs: Inputs) -> RecurrentOutput:
 def fused_run(inputs: Inputs) -> RecurrentOutput:
     """The warp-specialised forward, however small the call."""
     return recurrence.run(inputs, "gluon", False)
-
-
-def can_fuse(inputs: Inputs) -> bool:
-    """Whether there is such a forward for the call and this GPU, and calls may take it."""
-    if inputs.q.device.type != "cuda":
-        return False
-    from deltarule.ops.delta_rule.gluon.stage import why_not, why_unasked_never
-
-    return why_unasked_never(inputs) is None and why_not(inputs) is None
 
 
 def times_bars(
@@ -207,8 +270,12 @@ def examine(of: Configuration, device: torch.device) -> Verdict:
     name, worst, error = configuration_name(inputs), 0.0, None
     calls = {"dense": inputs, "packed": draw(of, LENGTHS, device, True, heads)}
     runs = [(kind, call, triton_run) for kind, call in calls.items()]
-    if can_fuse(inputs):
-        runs += [(f"{kind}, fused", call, fused_run) for kind, call in calls.items()]
+    if device.type == "cuda":
+        from deltarule.ops.delta_rule.gluon.stage import why_not, why_unasked_never
+
+        # Where there is such a forward for the call and this GPU, and calls may take it.
+        if why_unasked_never(inputs) is None and why_not(inputs) is None:
+            runs += [(f"{kind}, fused", call, fused_run) for kind, call in calls.items()]
     for kind, call, run in runs:
         try:
             found = times_bars(call, run)

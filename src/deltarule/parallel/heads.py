@@ -6,11 +6,10 @@ is split; where it is as large, every process keeps all of it.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -36,7 +35,14 @@ def split_heads(model: CausalLM, mesh: DeviceMesh) -> dict[str, int]:
     """
     plan: dict[str, int] = {}
     # All are built first: a size that cannot be split is refused before anything is changed.
-    blocks = [local_block(model.config, i, mixer, mesh.size()) for i, mixer in mixers_of(model)]
+    blocks = []
+    for index, block in enumerate(model.blocks):
+        if not isinstance(block.mixer, Mixer):
+            raise ValueError(
+                f"block {index} of {model.config.layer_types[index]!r} cannot be split by heads: "
+                "its first half must be one mixer; shard the weights instead"
+            )
+        blocks.append(local_block(model.config, index, block.mixer, mesh.size()))
     for index, (block, local) in enumerate(zip(model.blocks, blocks, strict=True)):
         for name in ("mixer", "mlp"):
             whole, part = getattr(block, name), getattr(local, name)
@@ -45,18 +51,6 @@ def split_heads(model: CausalLM, mesh: DeviceMesh) -> dict[str, int]:
                 plan |= {f"blocks.{index}.{name}.{key}": axis for key, axis in axes.items()}
                 setattr(block, name, part)
     return plan | split_vocabulary(model, mesh)
-
-
-def mixers_of(model: CausalLM) -> Iterator[tuple[int, Mixer]]:
-    """Each block's mixer, with its number."""
-    for index, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
-        if not isinstance(block.mixer, Mixer):
-            raise ValueError(
-                f"block {index} of {model.config.layer_types[index]!r} cannot be split by heads: "
-                "its first half must be one mixer; shard the weights instead"
-            )
-        yield index, block.mixer
 
 
 def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Block:
@@ -68,22 +62,26 @@ def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Blo
     }
     changed |= {name: getattr(mixer, name, None) for name in ("head_k_dim", "head_v_dim")}
     check_splits(config, mixer, ways)
-    small = dataclasses.replace(config, **changed)
+    # Attention takes the size of a head from the stream's and the number of heads.
+    changed |= {"layer_types": "linear_attention"} if isinstance(mixer, Attention) else {}
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        if not isinstance(mixer, Attention):
-            return own_experts(Block(small, index), ways)
-        # Attention takes the size of a head from the stream's and the number of heads.
-        other = dataclasses.replace(small, layer_types="linear_attention")
-        block = Block(other, index)
-        block.mixer = type(mixer)(
-            config.hidden_size, num_heads=share("num_attention_heads", mixer.num_heads, ways),
-            num_kv_heads=share("num_kv_heads", mixer.num_kv_heads, ways),
-            head_dim=mixer.head_dim, window=mixer.window, rope_theta=mixer.rope_theta,
-            partial_rotary_factor=mixer.partial_rotary_factor, qk_norm=mixer.attention_qk_norm,
-            output_gate=mixer.g_proj is not None, norm_eps=mixer.norm_eps,
-            zero_centered_norm=mixer.zero_centered_norm, scale=mixer.scale,
-        )  # fmt: skip
-        return own_experts(block, ways)
+        block = Block(dataclasses.replace(config, **changed), index)
+        if isinstance(mixer, Attention):
+            block.mixer = type(mixer)(
+                config.hidden_size, num_heads=share("num_attention_heads", mixer.num_heads, ways),
+                num_kv_heads=share("num_kv_heads", mixer.num_kv_heads, ways),
+                head_dim=mixer.head_dim, window=mixer.window, rope_theta=mixer.rope_theta,
+                partial_rotary_factor=mixer.partial_rotary_factor, qk_norm=mixer.attention_qk_norm,
+                output_gate=mixer.g_proj is not None, norm_eps=mixer.norm_eps,
+                zero_centered_norm=mixer.zero_centered_norm, scale=mixer.scale,
+            )  # fmt: skip
+    if isinstance(block.mlp, Experts):
+        # One process has its share of the experts; the router chooses among all.
+        count = share("num_experts", block.mlp.num_experts, ways)
+        for name in ("up_proj", "down_proj"):
+            whole = block.mlp.get_parameter(name)
+            block.mlp.register_parameter(name, nn.Parameter(whole[:count].detach()))
+    return block
 
 
 def check_splits(config: ModelConfig, mixer: Mixer, ways: int) -> None:
@@ -106,16 +104,6 @@ def check_splits(config: ModelConfig, mixer: Mixer, ways: int) -> None:
             )
 
 
-def own_experts(block: Block, ways: int) -> Block:
-    """Leave one process its share of a block's experts; the router chooses among all."""
-    if isinstance(block.mlp, Experts):
-        count = share("num_experts", block.mlp.num_experts, ways)
-        for name in ("up_proj", "down_proj"):
-            whole = block.mlp.get_parameter(name)
-            block.mlp.register_parameter(name, nn.Parameter(whole[:count].detach()))
-    return block
-
-
 def share(name: str, value: int, ways: int) -> int:
     """What one process has of a number of heads or channels."""
     if value % ways:
@@ -129,12 +117,17 @@ def share(name: str, value: int, ways: int) -> int:
 def split_part(whole: nn.Module, local: nn.Module, mesh: DeviceMesh) -> dict[str, int]:
     """Give the layer of one process its part of each tensor; return the axes that are split."""
     axes, steps, stepped = {}, getattr(whole, "n_steps", 1), set()
-    parts = dict(tensors_of(local))
-    for name, tensor in tensors_of(whole):
-        axis = split_axis(name, tensor, parts[name], mesh.size())
-        value = tensor.detach()
-        if axis is not None:
-            axes[name] = axis
+    parts = dict([*local.named_parameters(), *local.named_buffers()])
+    for name, tensor in [*whole.named_parameters(), *whole.named_buffers()]:
+        size, part, value = tensor.shape, parts[name].shape, tensor.detach()
+        smaller = [i for i, (a, b) in enumerate(zip(size, part, strict=True)) if a != b]
+        if smaller:
+            axis = axes[name] = smaller[0]
+            if len(smaller) > 1 or size[axis] != mesh.size() * part[axis]:
+                raise ValueError(
+                    f"{name} is {list(size)} and would be {list(part)} on each of {mesh.size()} "
+                    "processes: this layer cannot be split by heads"
+                )
             if steps > 1 and name.split(".")[0] in STEPPED:
                 # An axis of its own: a strided split of the rows would come out in another order
                 # where they are sharded once more, and in a checkpoint.
@@ -142,38 +135,16 @@ def split_part(whole: nn.Module, local: nn.Module, mesh: DeviceMesh) -> dict[str
                 value, axis = value.unflatten(0, (steps, -1)), 1
             # Every process has the whole tensor: nothing is sent.
             value = distribute_tensor(value, mesh, [Shard(axis)], src_data_rank=None)
-        put(local, name, tensor, value)
+        # A parameter or a buffer, as the one that it comes from was.
+        path, _, last = name.rpartition(".")
+        owner = local.get_submodule(path)
+        if isinstance(tensor, nn.Parameter):
+            owner._parameters[last] = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        else:
+            owner._buffers[last] = value
     local.train(whole.training)
     if hasattr(whole, "save_states"):
         local.save_states = whole.save_states
     span_heads(local, whole, mesh)
     Enclosure(local, mesh.get_group(), stepped)
     return axes
-
-
-def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def split_axis(name: str, whole: Tensor, local: Tensor, ways: int) -> int | None:
-    """The one axis along which the local tensor is smaller; None where none is."""
-    smaller = [i for i, (a, b) in enumerate(zip(whole.shape, local.shape, strict=True)) if a != b]
-    if not smaller:
-        return None
-    if len(smaller) > 1 or whole.shape[smaller[0]] != ways * local.shape[smaller[0]]:
-        raise ValueError(
-            f"{name} is {list(whole.shape)} and would be {list(local.shape)} on each of {ways} "
-            "processes: this layer cannot be split by heads"
-        )
-    return smaller[0]
-
-
-def put(root: nn.Module, name: str, was: Tensor, value: Tensor) -> None:
-    """Place a parameter or buffer, as the one that it comes from was."""
-    path, _, last = name.rpartition(".")
-    owner = root.get_submodule(path)
-    if isinstance(was, nn.Parameter):
-        owner._parameters[last] = nn.Parameter(value, requires_grad=was.requires_grad)
-    else:
-        owner._buffers[last] = value

@@ -2,18 +2,24 @@
 
 A split parameter is a DTensor of the whole shape and under the whole model's name, so that
 optimizers, clipping and checkpoints treat it as one. While its module runs, and only then, the
-local part stands in its place: layers and kernels know nothing of it.
+local part stands in its place: layers and kernels know nothing of it. Every process then holds the
+same stream x, computes its own part of y from it, and the parts are summed:
+
+    y = sum_ranks f_rank(x)        dx = sum_ranks df_rank(dy)
 """
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from deltarule.nn.recomputed import SURROUNDINGS
-from deltarule.parallel.collectives import Group, enter, leave
+
+Group = dist.ProcessGroup
 
 
 class Enclosure:
@@ -70,3 +76,59 @@ class Enclosure:
             # The module has raised.
             return None
         return (leave(y[0], self.group), *y[1:]) if isinstance(y, tuple) else leave(y, self.group)
+
+
+def enter(x: Tensor, group: Group) -> Tensor:
+    """Return x, alike everywhere, to what differs between processes: its gradients are summed."""
+    return _Sum.apply(x, group, False, True)  # type: ignore[no-untyped-call]
+
+
+def leave(x: Tensor, group: Group) -> Tensor:
+    """Return the sum of all processes' x, which all of them use alike from here on."""
+    return _Sum.apply(x, group, True, False)  # type: ignore[no-untyped-call]
+
+
+def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
+    """Return the sum of all processes' x, which each of them uses in a way of its own."""
+    return _Sum.apply(x, group, True, True)  # type: ignore[no-untyped-call]
+
+
+def gather_channels(x: Tensor, sizes: list[int], group: Group) -> Tensor:
+    """Return the last axes of all processes, of these sizes, end to end; all use them alike."""
+    return _GatherChannels.apply(x, sizes, group)  # type: ignore[no-untyped-call]
+
+
+class _Sum(torch.autograd.Function):
+    """Sums what passes forwards, backwards, or both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, forwards: bool, backwards: bool) -> Tensor:
+        ctx.group, ctx.backwards = group, backwards
+        # A view, so that what is known by where it lies is still known.
+        return summed(x, group) if forwards else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None, None, None]:
+        return summed(d_x, ctx.group) if ctx.backwards else d_x, None, None, None
+
+
+def summed(x: Tensor, group: Group) -> Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+class _GatherChannels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int], group: Group) -> Tensor:
+        ctx.sizes, ctx.rank = sizes, dist.get_rank(group)
+        # Equal sizes on the way: a process may have fewer channels than the others, or none.
+        padded = x.new_zeros(*x.shape[:-1], max(sizes))
+        padded[..., : x.shape[-1]] = x
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, d_whole: Tensor) -> tuple[Tensor, None, None]:
+        return d_whole.split(ctx.sizes, -1)[ctx.rank], None, None

@@ -6,7 +6,7 @@ keeps one part of the weights, of their gradients and of the optimizer's moments
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,12 @@ def shard(
     for block in model.blocks:
         options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not keep_gathered}
         if bfloat16:
-            products = {id(weight) for weight in rounded_weights(block)}
+            # What autocast rounds: the weights of all products but those that choose experts.
+            experts = [module for module in block.modules() if isinstance(module, Experts)]
+            linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
+            products = {id(module.weight) for module in linears}
+            products -= {id(module.router.weight) for module in experts}
+            products |= {id(x) for one in experts for x in (one.up_proj, one.down_proj)}
             exact = [p for p in block.parameters() if id(p) not in products]
             replicated += exact
             # The stream between blocks is float32, as under autocast: inputs are not cast.
@@ -108,16 +113,6 @@ class WideSums:
         came = torch.empty_like(input_tensor)
         dist.all_to_all_single(came, input_tensor, group=group)
         torch.sum(came.view(self.ways, -1), 0, dtype=output_tensor.dtype, out=output_tensor)
-
-
-def rounded_weights(block: nn.Module) -> Iterator[Tensor]:
-    """The weights that autocast rounds: of all products but those that choose experts."""
-    routers = {id(m.router) for m in block.modules() if isinstance(m, Experts)}
-    for module in block.modules():
-        if isinstance(module, nn.Linear) and id(module) not in routers:
-            yield module.weight
-        elif isinstance(module, Experts):
-            yield from (module.up_proj, module.down_proj)
 
 
 def sum_replicated(replicated: list[nn.Parameter], mesh: DeviceMesh) -> None:

@@ -15,7 +15,7 @@ from deltarule.nn.experts import Experts
 from deltarule.nn.norm import GroupRMSNorm
 from deltarule.nn.rule import Arguments, Projections, Rule
 from deltarule.nn.scan_mixer import ScanMixer
-from deltarule.parallel.collectives import Group, sum_over_ranks
+from deltarule.parallel.local import Group, sum_over_ranks
 
 
 def span_heads(local: nn.Module, whole: nn.Module, mesh: DeviceMesh) -> None:
@@ -31,9 +31,16 @@ def span_heads(local: nn.Module, whole: nn.Module, mesh: DeviceMesh) -> None:
     if isinstance(whole, Experts) and isinstance(local, Experts):
         local.first_expert = mesh.get_local_rank() * (whole.num_experts // mesh.size())
     if isinstance(whole, ScanMixer):
-        # q, k and the step sizes are products with the values of all heads.
+        # q, k and the step sizes, where there are any, are products with the values of all heads.
         for name in ("q_proj", "k_proj", "a_proj.0", "b_proj.0"):
-            sum_product(local, name, group)
+            owner, _, last = name.rpartition(".")
+            parent = dict(local.named_modules()).get(owner)
+            product = getattr(parent, last, None)
+            if isinstance(parent, nn.Module) and isinstance(product, nn.Linear):
+                sizes = product.in_features, product.out_features
+                summed = SpanningLinear(*sizes, bias=False, device="meta")
+                summed.weight, summed.group = product.weight, group
+                parent.register_module(last, summed)
     rule = getattr(whole, "rule", None)
     if isinstance(rule, Rule) and rule.decay == "constant":
         local.rule = own_constants(rule, mesh)  # type: ignore[assignment]
@@ -76,19 +83,6 @@ class SpanningLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return sum_over_ranks(super().forward(x), self.group)
-
-
-def sum_product(layer: nn.Module, name: str, group: Group) -> None:
-    """Let the named product of the layer, if it has one, be with the channels of all processes."""
-    owner, _, last = name.rpartition(".")
-    parent = dict(layer.named_modules()).get(owner)
-    product = getattr(parent, last, None)
-    if isinstance(parent, nn.Module) and isinstance(product, nn.Linear):
-        summed = SpanningLinear(
-            product.in_features, product.out_features, bias=False, device="meta"
-        )  # fmt: skip
-        summed.weight, summed.group = product.weight, group
-        parent.register_module(last, summed)
 
 
 def own_constants(rule: Rule, mesh: DeviceMesh) -> Rule:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from deltarule.models import CausalLM
-from deltarule.parallel.collectives import Group, enter, gather_channels, leave
+from deltarule.parallel.local import Group, enter, gather_channels, leave
 
 
 class Vocabulary(NamedTuple):
@@ -53,12 +53,10 @@ def embed(model: CausalLM, vocabulary: Vocabulary, tokens: Tensor) -> Tensor:
     """[B, T] -> [B, T, hidden_size], the same on every process."""
     weight = local(model.embedding.weight)
     place, mine = own(tokens, vocabulary.first, len(weight))
-    rows = (
-        F.embedding(place, weight)
-        if len(weight)
-        else weight.new_zeros(*tokens.shape, weight.shape[1])
-    )
-    return leave(rows.masked_fill(~mine.unsqueeze(-1), 0), vocabulary.group)
+    rows = weight.new_zeros(*tokens.shape, weight.shape[1])
+    if len(weight):
+        rows = F.embedding(place, weight).masked_fill(~mine.unsqueeze(-1), 0)
+    return leave(rows, vocabulary.group)
 
 
 def logits(model: CausalLM, vocabulary: Vocabulary, x: Tensor) -> Tensor:

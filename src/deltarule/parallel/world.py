@@ -133,7 +133,13 @@ class World:
         """
         if self.size == 1:
             return compute()
-        answer = json.loads(broadcast(told(compute) if self.first else ""))
+        answer: dict[str, Any] = {}
+        if self.first:
+            try:
+                answer = {"value": compute()}
+            except (ValueError, OSError) as error:
+                answer = {"error": str(error)}
+        answer = json.loads(broadcast(json.dumps(answer)))
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer["value"]
@@ -206,14 +212,6 @@ def join(device: str, timeout: datetime.timedelta, attempt: int) -> PrefixStore:
         reason = f"process {late} has not started within {timeout.total_seconds():g} s"
         raise StalledError(reason, rank == min(here)) from error
     return store
-
-
-def told(compute: Callable[[], Any]) -> str:
-    """What it computes as JSON, or its error."""
-    try:
-        return json.dumps({"value": compute()})
-    except (ValueError, OSError) as error:
-        return json.dumps({"error": str(error)})
 
 
 def broadcast(text: str, source: int = 0, group: dist.ProcessGroup | None = None) -> str:

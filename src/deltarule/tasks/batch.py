@@ -1,10 +1,13 @@
-"""What every task's generator returns: tokens, and the answer expected from each position."""
+"""What tasks have in common: tokens, the answer expected from each position, rows that differ."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from deltarule.nn.checks import check_least
 
 Array = NDArray[np.int64]
 
@@ -35,3 +38,32 @@ def with_answers(word: Callable[[int], str], tokens: Sequence[int], labels: Sequ
         word(token) if label == NO_LABEL else f"{word(token)}->{word(label)}"
         for token, label in zip(tokens, labels, strict=True)
     )
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The range from which each row's length is drawn, the place of the answer counted."""
+
+    shortest: int = 3
+    """The least length of a row, 3 or more."""
+    longest: int = 40
+    """The greatest length of a row."""
+
+    def __post_init__(self) -> None:
+        check_least(self, 3, "shortest")
+        if self.longest < self.shortest:
+            raise ValueError(
+                f"longest must be at least shortest={self.shortest}, got {self.longest}"
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row: nothing is read at the place of the longest row's answer."""
+        return self.longest - 1
+
+
+def one_answer(tokens: Array, places: Array, answers: Array) -> Batch:
+    """Rows with one label each: the answer, at its place; both are [rows, 1]."""
+    labels = np.full_like(tokens, NO_LABEL)
+    np.put_along_axis(labels, places, answers, axis=1)
+    return Batch(tokens, labels)

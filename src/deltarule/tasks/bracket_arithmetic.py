@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deltarule.nn.checks import check_least
-from deltarule.tasks.batch import Array, Batch
-from deltarule.tasks.lengths import Lengths, one_answer
+from deltarule.tasks.batch import Array, Batch, Lengths, one_answer
 
 MODULUS = 5
 # A number is its own token.

@@ -56,14 +56,11 @@ class Config:
 def elements(group: Group) -> Array:
     """The permutations of a group in the order of the alphabet, [order, n]; the first is 1."""
     every = np.array(list(permutations(range(int(group[2:])))))
-    chosen = every[[is_even(p) for p in every]] if group.startswith("A") else every
-    chosen.flags.writeable = False
-    return chosen
-
-
-def is_even(permutation: Array) -> bool:
-    """Whether an even number of pairs is out of order."""
-    return int(np.triu(permutation[:, None] > permutation).sum()) % 2 == 0
+    if group.startswith("A"):
+        # Even: an even number of pairs is out of order.
+        every = every[np.triu(every[:, :, None] > every[:, None]).sum((1, 2)) % 2 == 0]
+    every.flags.writeable = False
+    return every
 
 
 @cache

@@ -82,7 +82,16 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
 
 def _row(config: Config, rng: np.random.Generator) -> tuple[list[int], list[bool]]:
     """The letters of one row without its padding, and which of them are asked for."""
-    keys, values = _words(config, rng)
+    # More random words than a row can hold.
+    count = config.length // 2 + 2
+
+    def draw(letters: int, first: int, shortest: int) -> list[Word]:
+        words = first + distinct(rng, count, letters, config.motif)
+        sizes = rng.integers(shortest, config.motif + 1, size=count)
+        return [tuple(word[:size]) for word, size in zip(words.tolist(), sizes, strict=True)]
+
+    keys = draw(config.letters_of_keys, 0, 1 if config.training else config.motif)
+    values = draw(config.letters_of_values, config.letters_of_keys, 1)
     probe = keys.pop()
     value_of = {probe: values.pop()}
     size = len(probe) + len(value_of[probe])
@@ -103,22 +112,6 @@ def _row(config: Config, rng: np.random.Generator) -> tuple[list[int], list[bool
         write(key, key in seen)
     write(probe, True)
     return letters, asked
-
-
-def _words(config: Config, rng: np.random.Generator) -> tuple[list[Word], list[Word]]:
-    """More random keys and values than a row can hold."""
-    count = config.length // 2 + 2
-
-    def draw(letters: int, first: int, shortest: int) -> list[Word]:
-        words = first + distinct(rng, count, letters, config.motif)
-        sizes = rng.integers(shortest, config.motif + 1, size=count)
-        return [tuple(word[:size]) for word, size in zip(words.tolist(), sizes, strict=True)]
-
-    shortest_key = 1 if config.training else config.motif
-    return (
-        draw(config.letters_of_keys, 0, shortest_key),
-        draw(config.letters_of_values, config.letters_of_keys, 1),
-    )
 
 
 def show(config: Config, rng: np.random.Generator) -> str:

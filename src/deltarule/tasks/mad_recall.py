@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deltarule.nn.checks import check_least
-from deltarule.tasks.batch import NO_LABEL, Array, Batch, with_answers
+from deltarule.tasks.batch import NO_LABEL, Batch, with_answers
 from deltarule.tasks.mad import measure as measure
 
 
@@ -88,11 +88,7 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
     sequence = np.stack([key, np.take_along_axis(value_of, key, axis=1)], axis=2)
     drawn = rng.integers(max(1, config.noise_vocab_size), size=sequence.shape)
     sequence = np.where(noisy[..., None], config.keys + config.values + drawn, sequence)
-    return _labelled(config, sequence.reshape(rows, -1), again)
-
-
-def _labelled(config: Config, sequence: Array, again: Array) -> Batch:
-    """Shift by one token; in a test only values of keys seen before are asked for."""
+    sequence = sequence.reshape(rows, -1)
     labels = sequence[:, 1:].copy()
     if not config.training:
         labels[:, 0::2][~again] = NO_LABEL

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltarule.tasks.batch import NO_LABEL, Array, Batch
-from deltarule.tasks.lengths import Lengths, one_answer
+from deltarule.tasks.batch import NO_LABEL, Array, Batch, Lengths, one_answer
 
 BLANK, PLUS, MINUS, TIMES, EQUALS, ZERO = range(6)
 MODULUS = 5

@@ -12,25 +12,35 @@ greedy generation would go on with the value.
     S-NIAH-3    haystack "prose"; value "uuid", 36 characters
 
 Source: RULER (arXiv 2404.06654), as used in Gated DeltaNet (arXiv 2412.06464), section 3.5. Its
-prose, essays under copyright, is here that of `deltarule.tasks.prose`.
+prose is essays under copyright; here it is what every machine has, the docstrings of Python's own
+library.
 """
 
+import re
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from functools import cache
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from deltarule.models.bytes import BEGIN, decode
 from deltarule.nearest import check_known
-from deltarule.tasks.batch import NO_LABEL, Batch
-from deltarule.tasks.prose import Prose, Split, read_prose
+from deltarule.tasks.batch import NO_LABEL, Array, Batch
+from deltarule.train.documents import Document, read_documents, split_documents
 
 Haystack = Literal["noise", "prose", "any"]
 Value = Literal["number", "uuid", "any"]
+Split = Literal["training", "validation"]
 HAYSTACKS: tuple[Haystack, ...] = ("noise", "prose")
 VALUES: tuple[Value, ...] = ("number", "uuid")
+
+DOCSTRING = re.compile(rb'"""(.*?)"""', re.DOTALL)
+PARAGRAPH = re.compile(rb"\n\s*\n")
+SENTENCE_END = re.compile(rb"(?<=[.!?]) (?=[A-Z])")
+# Plain words, so that no signature, table or example is taken for a sentence.
+SENTENCE = re.compile(rb"[A-Z][A-Za-z0-9 ,;:'\"()/-]{20,200}[.!?]")
 
 OPENING = (
     "A special magic {value} is hidden within the following text. Make sure to memorize it. "
@@ -59,6 +69,36 @@ signal spiral table temple thread ticket tunnel valley violin wagon window
 KEYS = [f"{adjective}-{noun}" for adjective in ADJECTIVES.split() for noun in NOUNS.split()]
 LONGEST_KEY = max(KEYS, key=len)
 LONGEST_ANSWERS = {"number": "0" * 7, "uuid": "0" * 36, "any": "0" * 36}
+
+
+class Prose(NamedTuple):
+    """Sentences in the order of the text, and where each would start if one space followed each."""
+
+    sentences: list[str]
+    starts: Array
+
+
+@cache
+def read_prose(split: Split) -> Prose:
+    """All sentences of one part of the documents; none of these is in both parts."""
+    return prose_of(read_documents().documents, split)
+
+
+def prose_of(documents: list[Document], split: Split) -> Prose:
+    """The sentences of the docstrings of those documents that are of one part."""
+    training, validation = split_documents(documents)
+    sentences = [
+        sentence.decode()
+        for document in (training if split == "training" else validation)
+        for docstring in DOCSTRING.findall(document.text)
+        for paragraph in PARAGRAPH.split(docstring)
+        for sentence in SENTENCE_END.split(b" ".join(paragraph.split()))
+        if SENTENCE.fullmatch(sentence)
+    ]
+    return Prose(sentences, np.cumsum([0, *(len(sentence) + 1 for sentence in sentences)]))
+
+
+ReadProse = Callable[[Split], Prose]
 
 
 @dataclass(frozen=True)
@@ -140,22 +180,15 @@ class Row:
 
     def text(self, rng: np.random.Generator, prose: "ReadProse") -> str:
         """The whole row, from the opening to the value."""
-        noise = self.config.haystack == "noise"
-        sentences = noisy(self.room) if noise else prosaic(self.room, prose(self.config.split), rng)
-        depth = (
-            rng.integers(len(sentences)) if noise else len(sentences) * rng.choice(DEPTHS) // 100
-        )
+        if self.config.haystack == "noise":
+            # The five sentences in one piece, as often as they fit with a byte after each.
+            sentences, between = [NOISE] * (self.room // (len(NOISE) + 1)), "\n"
+            depth = rng.integers(len(sentences))
+        else:
+            sentences, between = prosaic(self.room, prose(self.config.split), rng), " "
+            depth = len(sentences) * rng.choice(DEPTHS) // 100
         sentences.insert(int(depth), self.needle)
-        haystack = ("\n" if noise else " ").join(sentences)
-        return self.opening + haystack + self.reply + self.answer
-
-
-def noisy(room: int) -> list[str]:
-    """The five sentences of noise, in one piece, as often as they fit with a byte after each."""
-    return [NOISE] * (room // (len(NOISE) + 1))
-
-
-ReadProse = Callable[[Split], Prose]
+        return self.opening + between.join(sentences) + self.reply + self.answer
 
 
 def prosaic(room: int, prose: Prose, rng: np.random.Generator) -> list[str]:
@@ -171,13 +204,6 @@ def prosaic(room: int, prose: Prose, rng: np.random.Generator) -> list[str]:
     return sentences[first:last]
 
 
-def draw_answer(value: Value, rng: np.random.Generator) -> str:
-    """A number of 7 digits, or a random UUID of version 4."""
-    if value == "number":
-        return str(rng.integers(10**6, 10**7))
-    return str(uuid.UUID(bytes=rng.bytes(16), version=4))
-
-
 def generate(
     config: Config, rng: np.random.Generator, rows: int, prose: ReadProse = read_prose
 ) -> Batch:
@@ -186,7 +212,11 @@ def generate(
     labels = np.full_like(tokens, NO_LABEL)
     for index in range(rows):
         kind = config.settled(rng)
-        row = Row(kind, KEYS[rng.integers(len(KEYS))], draw_answer(kind.value, rng))
+        key = KEYS[rng.integers(len(KEYS))]
+        # A number of 7 digits, or a random UUID of version 4.
+        number = kind.value == "number"
+        answer = rng.integers(10**6, 10**7) if number else uuid.UUID(bytes=rng.bytes(16), version=4)
+        row = Row(kind, key, str(answer))
         text = np.frombuffer(row.text(rng, prose).encode(), dtype=np.uint8)
         first = 0 if config.every_byte else len(text) - len(row.answer)
         tokens[index, 1 : len(text)] = text[:-1]

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltarule.tasks.batch import NO_LABEL, Batch
-from deltarule.tasks.lengths import Lengths, one_answer
+from deltarule.tasks.batch import NO_LABEL, Batch, Lengths, one_answer
 
 BLANK, CLEAR, SET = 0, 1, 2
 

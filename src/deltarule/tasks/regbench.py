@@ -92,8 +92,12 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
 
 def speak(config: Config, rng: np.random.Generator, table: Array) -> Batch:
     """A row of words for each automaton; table [rows, states, letters] is one of `automata`."""
-    is_bar, end = _layout(config, rng, len(table))
-    rows, length = is_bar.shape[0], int(end.max())
+    rows, shape = len(table), (len(table), config.most_words)
+    words = rng.integers(config.fewest_words, config.most_words + 1, size=(rows, 1))
+    bars = (rng.integers(1, config.longest_word + 1, size=shape) + 1).cumsum(axis=1) - 1
+    is_bar, end = np.zeros((rows, config.length + 2), bool), np.take_along_axis(bars, words - 1, 1)
+    np.put_along_axis(is_bar, bars, True, axis=1)
+    is_bar, length = is_bar[:, :-1], int(end.max())
     sequence = np.full(is_bar.shape, config.bar, dtype=np.int64)
     legal = np.zeros(is_bar.shape, dtype=np.int64)
     every, state = np.arange(rows), np.zeros(rows, dtype=np.int64)
@@ -111,16 +115,6 @@ def speak(config: Config, rng: np.random.Generator, table: Array) -> Batch:
     # The last letter of a row is a label and no token.
     tokens = np.where(place < end - 1, sequence, PADDING)
     return Batch(tokens[:, :-1], labels[:, 1:], legal[:, 1:])
-
-
-def _layout(config: Config, rng: np.random.Generator, rows: int) -> tuple[Flags, Array]:
-    """Places of bars [rows, length + 1] and ends of rows [rows, 1]."""
-    words = rng.integers(config.fewest_words, config.most_words + 1, size=(rows, 1))
-    sizes = rng.integers(1, config.longest_word + 1, size=(rows, config.most_words))
-    bars = (sizes + 1).cumsum(axis=1) - 1
-    is_bar = np.zeros((rows, config.length + 2), dtype=bool)
-    np.put_along_axis(is_bar, bars, True, axis=1)
-    return is_bar[:, :-1], np.take_along_axis(bars, words - 1, axis=1)
 
 
 def automata(config: Config, rng: np.random.Generator, rows: int) -> Array:

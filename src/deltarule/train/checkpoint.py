@@ -1,15 +1,21 @@
-"""Checkpoints that survive a kill at any moment: written aside, fsynced, marked, renamed."""
+"""Checkpoints that survive a kill at any moment: written aside, fsynced, marked, renamed.
 
+With them is kept the state of every random generator that a run may draw from.
+"""
+
+import base64
 import dataclasses
 import hashlib
 import json
 import os
+import random
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -243,3 +249,48 @@ def file_hash(file: Path) -> str:
 def read_json(file: Path) -> dict[str, Any]:
     with naming(file):
         return parse_object(read_text(file))
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  code that a user adds may draw from the global one
+    torch.manual_seed(seed)
+
+
+def random_state() -> dict[str, Any]:
+    """The state of Python's, numpy's and torch's generators.
+
+    Examples:
+        >>> before = random_state()
+        >>> drawn = torch.rand(3)
+        >>> restore_random_state(before)
+        >>> bool((torch.rand(3) == drawn).all())
+        True
+    """
+    version, words, gauss = random.getstate()
+    name, keys, at, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), int(at), int(has_gauss), float(cached)],
+        "torch": _encode(torch.get_rng_state()), "cuda": [_encode(state) for state in devices],
+    }  # fmt: skip
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put the generators back; device states that this machine has no device for are left out."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(_decode(state["torch"]))
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([_decode(s) for s in state["cuda"]])
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -22,9 +22,6 @@ class Batch(NamedTuple):
     targets: Tensor
     cu_seqlens: Tensor
 
-    def to(self, device: torch.device) -> "Batch":
-        return Batch(*(x.to(device, non_blocking=True) for x in self))
-
 
 class FileTokens:
     """Tokens of documents that stay in their files: made from the bytes as slices are asked for.
@@ -87,6 +84,12 @@ class Corpus:
     def num_bytes(self) -> int:
         """Bytes of the text; without a tokenizer, a token to predict is one."""
         return self.predicted if self.text_bytes is None else self.text_bytes
+
+
+def joined(parts: Sequence[NDArray[Any]], text_bytes: int) -> Corpus:
+    """Tokens of documents as a corpus in memory."""
+    tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    return Corpus(tokens, np.cumsum([0, *map(len, parts)], dtype=np.int64), text_bytes)
 
 
 class Spans(NamedTuple):

@@ -92,24 +92,70 @@ def read_documents(
             raise DataError(f"--data {source}: there is no such file or folder")
         if not (root.is_file() or root.is_dir()):
             raise DataError(f"--data {source}: neither a file nor a folder; give one of them")
-    reader = _Reader(root, max_bytes, text_field)
-    for file in find_files(root, reader.runs):
-        if (path is not None or file.suffix == ".py") and not reader.add(file):
+    documents: list[Document] = []
+    runs, binary, unreadable = list[str](), list[str](), list[str]()
+    held = 0
+    for file in find_files(root, runs):
+        if path is None and file.suffix != ".py":
+            continue
+        name = file.name if file == root else file.relative_to(root).as_posix()
+        try:
+            for title, text in texts_of(file, name, text_field, max_bytes, held):
+                content = text[: max_bytes - held]
+                if not is_text(content):
+                    binary.append(title)
+                elif content:
+                    documents.append(Document(title, content))
+                    held += len(content)
+                if held >= max_bytes:
+                    break
+        except OSError as error:
+            unreadable.append(f"{name} ({error.strerror})")
+        except RowFileError as error:
+            if file == root:
+                raise DataError(f"--data {error}") from None
+            unreadable.append(f"{name} ({error})")
+        if held >= max_bytes:
             break
-    read = Documents(source, reader.documents, reader.notes())
-    if read.documents and read.num_bytes >= MINIMUM_BYTES:
-        return read
-    aside = f" ({'; '.join(read.notes)})" if read.notes else ""
-    if read.documents:
-        what = (
-            f"too short, {read.num_bytes} bytes of text{aside}; "
+    notes = []
+    if held >= max_bytes:
+        notes = [f"stopped reading at {held:,} bytes; --max-bytes sets the limit"]
+    notes += notes_on(
+        {
+            "binary file{} left out": binary, "unreadable file{}": unreadable,
+            "folder{} of runs or shards left out": runs,
+        }
+    )  # fmt: skip
+    aside = f" ({'; '.join(notes)})" if notes else ""
+    if 0 < held < MINIMUM_BYTES:
+        raise DataError(
+            f"--data {source}: too short, {held} bytes of text{aside}; "
             f"give at least {MINIMUM_BYTES:,} bytes, better a megabyte"
         )
-    elif read.notes:
-        what = f"no readable text{aside}; give text in UTF-8 or plain ASCII"
-    else:
+    if not held:
         what = "empty; give a text file, or a folder with text files in it"
-    raise DataError(f"--data {source}: {what}")
+        what = f"no readable text{aside}; give text in UTF-8 or plain ASCII" if notes else what
+        raise DataError(f"--data {source}: {what}")
+    return Documents(source, documents, notes)
+
+
+def texts_of(
+    file: Path, name: str, text_field: str, most: int, held: int
+) -> Iterator[tuple[str, Text]]:
+    """The documents of a file by name; at most so many bytes of one that is a document."""
+    if (rows := READERS.get(file.suffix)) is None:
+        yield name, read_bytes(file, most - held, held)
+    else:
+        yield from ((f"{name}:{n}", row) for n, row in enumerate(rows(file, text_field), 1))
+
+
+def notes_on(left_out: dict[str, list[str]]) -> Iterator[str]:
+    for kind, names in left_out.items():
+        # A name that is no text is shown all the same.
+        some = [os.fsencode(name).decode(errors="backslashreplace") for name in names[:3]]
+        some += ["..."] if len(names) > 3 else []
+        count = f"{len(names):,} {kind.format('s' if len(names) > 1 else '')}"
+        yield from [f"{count}: {', '.join(some)}"] if names else []
 
 
 def find_files(root: Path, runs: list[str]) -> Iterator[Path]:
@@ -191,62 +237,6 @@ def read_bytes(file: Path, most: int, held: int) -> Text:
         if size < MAPPED or held + size <= IN_MEMORY:
             return opened.read(most)
         return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))[:most]
-
-
-class _Reader:
-    """Reads files until it holds enough, and keeps account of what it left out."""
-
-    def __init__(self, root: Path, max_bytes: int, text_field: str) -> None:
-        self.root, self.max_bytes, self.text_field = root, max_bytes, text_field
-        self.documents: list[Document] = []
-        self.runs: list[str] = []
-        self.binary: list[str] = []
-        self.unreadable: list[str] = []
-        self.held, self.full = 0, False
-
-    def add(self, file: Path) -> bool:
-        """Read a file; False once no more is wanted."""
-        name = file.name if file == self.root else file.relative_to(self.root).as_posix()
-        try:
-            if (rows := READERS.get(file.suffix)) is not None:
-                for number, row in enumerate(rows(file, self.text_field), 1):
-                    if not self.take(f"{name}:{number}", row[: self.max_bytes - self.held]):
-                        break
-            else:
-                self.take(name, read_bytes(file, self.max_bytes - self.held, self.held))
-        except OSError as error:
-            self.unreadable.append(f"{name} ({error.strerror})")
-        except RowFileError as error:
-            if file == self.root:
-                raise DataError(f"--data {error}") from None
-            self.unreadable.append(f"{name} ({error})")
-        return not self.full
-
-    def take(self, name: str, content: Text) -> bool:
-        """Add a document, unless it is binary; False once no more is wanted."""
-        if not is_text(content):
-            self.binary.append(name)
-        elif content:
-            self.documents.append(Document(name, content))
-            self.held += len(content)
-            self.full = self.held >= self.max_bytes
-        return not self.full
-
-    def notes(self) -> list[str]:
-        what = {
-            "binary file{} left out": self.binary, "unreadable file{}": self.unreadable,
-            "folder{} of runs or shards left out": self.runs,
-        }  # fmt: skip
-        notes = []
-        if self.full:
-            notes = [f"stopped reading at {self.held:,} bytes; --max-bytes sets the limit"]
-        for kind, names in what.items():
-            # A name that is no text is shown all the same.
-            some = [os.fsencode(name).decode(errors="backslashreplace") for name in names[:3]]
-            some += ["..."] if len(names) > 3 else []
-            count = f"{len(names):,} {kind.format('s' if len(names) > 1 else '')}"
-            notes += [f"{count}: {', '.join(some)}"] if names else []
-        return notes
 
 
 def split_documents(

@@ -144,7 +144,7 @@ def token_losses(
     device = model.embedding.weight.device
     rows = rows_in_order(corpus, length, max(length, ROW_TOKENS), every=every)
     for batch in followed(rows, corpus.predicted // every, lambda x: x.tokens.numel(), what):
-        tokens, targets, cu_seqlens = batch.to(device)
+        tokens, targets, cu_seqlens = (x.to(device, non_blocking=True) for x in batch)
         logits, _ = model(tokens, cu_seqlens=cu_seqlens)
         losses = F.cross_entropy(logits[0].float(), targets[0], reduction="none")
         yield batch, losses.cpu().double()

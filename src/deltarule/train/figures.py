@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from deltarule.atomic_file import write_atomically
 from deltarule.train.evaluate import PositionBin
@@ -20,21 +20,15 @@ DASHES = ("--", ":", "-.")
 WIDTH, HEIGHT, DOTS_PER_INCH = 7.0, 4.2, 150
 
 
-class Drawing(NamedTuple):
+def new_drawing(*, title: str, x: str, y: str) -> "tuple[Figure, Axes]":
     """An empty figure with one pair of axes."""
-
-    figure: "Figure"
-    axes: "Axes"
-
-
-def new_drawing(*, title: str, x: str, y: str) -> Drawing:
     # A bare Figure leaves the global state of pyplot and the user's windows alone.
     figure = require("matplotlib.figure").Figure(
         figsize=(WIDTH, HEIGHT), dpi=DOTS_PER_INCH, layout="constrained"
     )
     axes = figure.add_subplot()
     dress(axes, title=title, x=x, y=y)
-    return Drawing(figure, axes)
+    return figure, axes
 
 
 def dress(axes: "Axes", *, title: str, x: str, y: str) -> None:
@@ -96,25 +90,28 @@ def loss_curve(
     title: str = "Training",
 ) -> None:
     """Draw the columns of metrics.jsonl that each step and each evaluation has over the steps."""
-    drawing = new_drawing(title=title, x="step", y=label)
+    figure, axes = new_drawing(title=title, x="step", y=label)
     points = column(rows, trained)
     steps, values = [s for s, _ in points], [v for _, v in points]
-    drawing.axes.plot(steps, values, color=LIGHT, linewidth=0.7, label="training, each step")
-    smooth = running_mean(values, max(1, len(values) // 100))
-    drawing.axes.plot(steps, smooth, color=DARK, linewidth=1.8, label="training, running mean")
+    axes.plot(steps, values, color=LIGHT, linewidth=0.7, label="training, each step")
+    # The mean of the values within so many steps before and after each.
+    sums, window = [0.0, *accumulate(values)], max(1, len(values) // 100)
+    ends = [(max(0, i - window), min(len(values), i + window + 1)) for i in range(len(values))]
+    smooth = [(sums[last] - sums[first]) / (last - first) for first, last in ends]
+    axes.plot(steps, smooth, color=DARK, linewidth=1.8, label="training, running mean")
     if measured := column(rows, evaluated):
-        drawing.axes.plot(
+        axes.plot(
             *zip(*measured, strict=True), color=MIDDLE, linewidth=1.2, marker="o", markersize=4,
             linestyle="--", label="validation",
         )  # fmt: skip
-    draw_levels(drawing.axes, levels)
-    drawing.axes.locator_params(axis="x", integer=True)
-    drawing.axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    drawing.axes.set_ylim(*limits(values, [*levels.values(), *(v for _, v in measured)]))
+    draw_levels(axes, levels)
+    axes.locator_params(axis="x", integer=True)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    axes.set_ylim(*limits(values, [*levels.values(), *(v for _, v in measured)]))
     # Where matplotlib looks for the best place itself, it warns of many steps on a slow machine.
     rises = smooth[-1:] > smooth[:1]
-    drawing.axes.legend(frameon=False, fontsize=9, loc="upper left" if rises else "upper right")
-    save(drawing.figure, path)
+    axes.legend(frameon=False, fontsize=9, loc="upper left" if rises else "upper right")
+    save(figure, path)
 
 
 def limits(values: list[float], others: list[float]) -> tuple[float, float]:
@@ -134,13 +131,6 @@ def column(rows: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]
     return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
 
 
-def running_mean(values: list[float], window: int) -> list[float]:
-    """Mean of the values within `window` steps before and after each place."""
-    sums = [0.0, *accumulate(values)]
-    ends = [(max(0, i - window), min(len(values), i + window + 1)) for i in range(len(values))]
-    return [(sums[last] - sums[first]) / (last - first) for first, last in ends]
-
-
 def position_curve(
     bins: Sequence[PositionBin],
     path: Path,
@@ -150,18 +140,18 @@ def position_curve(
 ) -> None:
     """Draw bins of positions over a logarithmic axis, and mark the length that was trained on."""
     x, y = "position in the piece, tokens", "bits per byte"
-    drawing = new_drawing(title="Bits per byte by position", x=x, y=y)
+    figure, axes = new_drawing(title="Bits per byte by position", x=x, y=y)
     middles = [(b.first * b.last) ** 0.5 for b in bins]
-    drawing.axes.plot(middles, [b.bits_per_byte for b in bins], color=DARK, marker="o")
-    drawing.axes.set_xscale("log", base=2)
-    drawing.axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    axes.plot(middles, [b.bits_per_byte for b in bins], color=DARK, marker="o")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     if trained_length is not None:
-        drawing.axes.axvline(trained_length, color=INK, linewidth=1.0, linestyle=":")
-        drawing.axes.annotate(
+        axes.axvline(trained_length, color=INK, linewidth=1.0, linestyle=":")
+        axes.annotate(
             f"trained up to {trained_length:,}", (trained_length, 1.0),
             xycoords=("data", "axes fraction"), xytext=(-4, -4), textcoords="offset points",
             ha="right", va="top", rotation=90, color=INK, fontsize=9,
         )  # fmt: skip
-    draw_levels(drawing.axes, levels or {})
-    drawing.axes.margins(y=0.12)
-    save(drawing.figure, path)
+    draw_levels(axes, levels or {})
+    axes.margins(y=0.12)
+    save(figure, path)

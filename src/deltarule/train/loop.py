@@ -2,11 +2,16 @@
 
 import contextlib
 import math
+import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,18 +23,60 @@ from deltarule.models.decoder import as_written
 from deltarule.models.files import naming
 from deltarule.models.late import Late
 from deltarule.parallel import World
-from deltarule.train.checkpoint import STATE, weights_and_moments
+from deltarule.train.checkpoint import (
+    STATE,
+    random_state,
+    restore_random_state,
+    weights_and_moments,
+)
 from deltarule.train.device import choose_device
-from deltarule.train.interrupt import Interrupt
 from deltarule.train.job import Job, StopWhen
 from deltarule.train.job import LoopOptions as LoopOptions
 from deltarule.train.metrics import Best, Metrics, Sink
 from deltarule.train.optimizer import OptimizerOptions, learning_rate, make_optimizer
 from deltarule.train.progress import Progress, make_progress
-from deltarule.train.random_state import random_state, restore_random_state
 from deltarule.train.run_folder import DIVERGED
 from deltarule.train.spread import Spread, SpreadStep
 from deltarule.train.step import TrainingStep, set_rate
+
+# Windows has no hangup.
+HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)
+
+
+class Interrupt:
+    """While open, the first SIGINT, SIGTERM or SIGHUP sets `requested`, and SIGTERM also
+    `terminated`; the second acts at once.
+    """
+
+    def __init__(self) -> None:
+        self.requested = self.terminated = False
+        self._before: dict[int, Any] = {}
+        streams = (stream for stream in (sys.stdout, sys.stderr) if stream.isatty())
+        self._screens = [stream.fileno() for stream in streams]
+
+    def __enter__(self) -> Self:
+        """Take over the signals; only the main thread may, elsewhere nothing changes."""
+        if threading.current_thread() is threading.main_thread():
+            for number in {signal.SIGINT, signal.SIGTERM, HANGUP}:
+                # What nohup has set to be ignored stays so.
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._request)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if number == HANGUP != signal.SIGTERM:
+            # To print on a terminal that is gone would fail before all is saved.
+            for screen in self._screens:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), screen)
+        elif self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        self.terminated = self.terminated or number == signal.SIGTERM
 
 
 class InterruptedRunError(StoppedRunError):
@@ -40,16 +87,6 @@ class InterruptedRunError(StoppedRunError):
         code = 0 if terminated else INTERRUPTED
         super().__init__(f"stopped after step {step:,}, which is saved in {folder}", folder, code)
         self.terminated = terminated
-
-
-class Told(NamedTuple):
-    """What a step told, on its way to the host."""
-
-    step: int
-    began: float
-    rate: float
-    tokens: int
-    figures: Late
 
 
 @dataclass(frozen=True)
@@ -117,7 +154,8 @@ class Trainer:
             if self.spread.plan is None
             else SpreadStep(loss, self.optimizer, spread=self.spread, clip=clip)
         )
-        self.unread: Told | None = None
+        # What the last step told, on its way to the host: step, when it began, rate and tokens.
+        self.unread: tuple[int, float, float, int, Late] | None = None
         # Seconds of the fastest step: the first ones wait for much else.
         self.fastest = math.inf
         self.read_at = 0.0
@@ -159,7 +197,7 @@ class Trainer:
         progress = make_progress(self.options.steps, first=self.step, quiet=quiet)
         if self.options.compile:
             progress.note("compiling the model: the first step takes a minute or more")
-        metrics_file = Metrics(path, after=self.step, quiet=quiet, also=self.also)
+        metrics_file, stop = Metrics(path, after=self.step, quiet=quiet, also=self.also), False
         with metrics_file as metrics, Interrupt() as interrupt, progress:
             while not self.complete:
                 with self.spread.attended(self.step):
@@ -170,14 +208,10 @@ class Trainer:
                     stop, terminated, over, late = self.spread.agree(
                         interrupt.requested, interrupt.terminated, over, late
                     )
-                if stop:
-                    self._read(metrics, progress)
-                    self.save()
-                    self.checkpoints.wait()
-                    raise InterruptedRunError(self.step, self.folder, terminated=terminated)
-                if over:
+                if over and not stop:
                     seconds = self.options.max_seconds
                     progress.note(f"--max-seconds {seconds:g}: training ends at step {self.step:,}")
+                if over or stop:
                     break
                 if late or self.step % self.options.save_every == 0:
                     self._read(metrics, progress)
@@ -185,6 +219,8 @@ class Trainer:
             self._read(metrics, progress)
             self.save()
             self.checkpoints.wait()
+        if stop:
+            raise InterruptedRunError(self.step, self.folder, terminated=terminated)
         return self.complete
 
     def _is_over(self, began: float) -> bool:
@@ -220,7 +256,7 @@ class Trainer:
         self.step += 1
         # The step before is read while the GPU is at this one, so that it never waits.
         self._read(metrics, progress)
-        self.unread = Told(self.step, began, rate, self.job.batch_tokens, figures)
+        self.unread = self.step, began, rate, self.job.batch_tokens, figures
         every = self.options.evaluate_every
         evaluated = every and (self.step % every == 0 or self.step == self.options.steps)
         if evaluated or self.device.type == "cpu":
@@ -238,30 +274,30 @@ class Trainer:
 
     def _read(self, metrics: Metrics, progress: Progress) -> None:
         """Wait for the figures of a step that was not read yet, and write them down."""
-        told, self.unread = self.unread, None
-        if told is None:
+        if self.unread is None:
             return
-        loss, norm, *figures = told.figures.tolist()
+        (step, began, rate, tokens, late), self.unread = self.unread, None
+        loss, norm, *figures = late.tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             what = "gradient" if math.isfinite(loss) else "loss"
             steps = self.checkpoints.steps()
             last = f"the last good checkpoint is step-{steps[-1]}" if steps else "no checkpoint yet"
             reason = (
-                f"the {what} is not finite at step {told.step} (loss {loss}); {last}; "
+                f"the {what} is not finite at step {step} (loss {loss}); {last}; "
                 "start again under another --name, with a lower --lr or a longer --warmup-steps"
             )
             if self.spread.plan is not None and self.spread.first:
                 (self.folder / DIVERGED).write_text(reason)
             raise DivergedError(reason)
-        seconds = time.monotonic() - max(told.began, self.read_at)
-        self.read_at, speed = time.monotonic(), told.tokens / seconds
+        seconds = time.monotonic() - max(began, self.read_at)
+        self.read_at, speed = time.monotonic(), tokens / seconds
         self.fastest = min(self.fastest, seconds)
         self.speeds = min(self.speeds + 1, 20)
         self.speed += (speed - self.speed) / self.speeds
         shown = {"loss": loss, **self.job.shown(figures), "tokens/s": self.speed}
-        row = {"step": told.step, **shown, "lr": told.rate, "gradient_norm": norm}
+        row = {"step": step, **shown, "lr": rate, "gradient_norm": norm}
         row["seconds"] = round(self.seconds, 3)
-        progress.update(told.step, {name: _brief(value) for name, value in shown.items()})
+        progress.update(step, {name: _brief(value) for name, value in shown.items()})
         metrics.write({key.replace("/", "_per_").replace(" ", "_"): v for key, v in row.items()})
 
     def _loss(self, *tensors: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from deltarule.train.extra import require
 
 Row = dict[str, Any]
 # What else takes a row.
-Sink = Callable[[Row], None]
+Sink = Callable[[Row], object]
 
 
 class Metrics:
@@ -120,36 +120,25 @@ class Best:
 @contextlib.contextmanager
 def sinks(log: tuple[str, ...], folder: Path, *, first: bool) -> Iterator[list[Sink]]:
     """Where the first process of a run sends metrics beside their file; closed in the end."""
+    found: list[Sink] = []
     with contextlib.ExitStack() as opened:
-        makers = {"tensorboard": tensorboard, "wandb": wandb}
-        yield [opened.enter_context(makers[name](folder)) for name in log] if first else []
-
-
-@contextlib.contextmanager
-def tensorboard(folder: Path) -> Iterator[Sink]:
-    """`tensorboard --logdir runs` shows them."""
-    require("tensorboard", "tensorboard")
-    writer = require("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
-
-    def write(row: Row) -> None:
-        for name, value in figures(row).items():
-            writer.add_scalar(name, value, row["step"])
-
-    with contextlib.closing(writer):
-        yield write
-
-
-@contextlib.contextmanager
-def wandb(folder: Path) -> Iterator[Sink]:
-    """A run of Weights & Biases, the same one when this run goes on."""
-    name = hashlib.sha256(str(folder.absolute()).encode(errors="replace")).hexdigest()[:16]
-    run = require("wandb", "wandb").init(
-        project="deltarule", name=folder.name, id=name, resume="allow", dir=str(folder)
-    )
-    try:
-        yield lambda row: run.log(figures(row), step=row["step"])
-    finally:
-        run.finish()
+        if first and "tensorboard" in log:
+            # `tensorboard --logdir runs` shows them.
+            require("tensorboard", "tensorboard")
+            writer = require("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
+            opened.callback(writer.close)
+            found.append(
+                lambda row: [writer.add_scalar(n, x, row["step"]) for n, x in figures(row).items()]
+            )
+        if first and "wandb" in log:
+            # A run of Weights & Biases, the same one when this run goes on.
+            name = hashlib.sha256(str(folder.absolute()).encode(errors="replace")).hexdigest()[:16]
+            run = require("wandb", "wandb").init(
+                project="deltarule", name=folder.name, id=name, resume="allow", dir=str(folder)
+            )
+            opened.callback(run.finish)
+            found.append(lambda row: run.log(figures(row), step=row["step"]))
+        yield found
 
 
 def figures(row: Row) -> dict[str, float]:

@@ -86,7 +86,6 @@ class PlainProgress(Progress):
         self._line = ""
 
     def update(self, step: int, shown: dict[str, str]) -> None:
-        """Print when it is time, or when this is the first or the last step."""
         now = time.monotonic()
         left = (now - self._began) / max(1, step - self.first) * (self.steps - step)
         figures = "  ".join(f"{name} {value}" for name, value in shown.items())
@@ -94,18 +93,15 @@ class PlainProgress(Progress):
         self._line = "  ".join(filter(None, parts))
         ends = self.what == STEP and step in (self.first + 1, self.steps)
         if ends or now - self._last >= LINE_EVERY:
-            self._print(now)
+            self.note(self._line)
+            self._last, self._line = now, ""
 
     def note(self, text: str) -> None:
         print(for_screen(text), flush=True)
 
-    def _print(self, now: float) -> None:
-        print(for_screen(self._line), flush=True)
-        self._last, self._line = now, ""
-
     def __exit__(self, *_: object) -> None:
         if self._line and self.what == STEP:
-            self._print(time.monotonic())
+            self.note(self._line)
 
 
 class LiveProgress(Progress):
@@ -126,7 +122,6 @@ class LiveProgress(Progress):
         self._task = self._bar.add_task("", total=steps, completed=first, figures="")
 
     def update(self, step: int, shown: dict[str, str]) -> None:
-        """Move the bar; rich redraws it ten times a second at most."""
         figures = "  ".join(f"{name} [bold]{value}[/bold]" for name, value in shown.items())
         self._bar.update(self._task, completed=step, figures=figures)
 
@@ -139,24 +134,6 @@ class LiveProgress(Progress):
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
-
-
-class Smooth:
-    """A running mean whose memory is about twenty values long, for figures that flicker.
-
-    Examples:
-        >>> smooth = Smooth()
-        >>> smooth.add(1.0), smooth.add(2.0)
-        (1.0, 1.5)
-    """
-
-    def __init__(self) -> None:
-        self._mean, self._count = 0.0, 0
-
-    def add(self, value: float) -> float:
-        self._count = min(self._count + 1, 20)
-        self._mean += (value - self._mean) / self._count
-        return self._mean
 
 
 def clock(seconds: float) -> str:

@@ -7,14 +7,7 @@ from deltarule.nn.checks import check_least
 from deltarule.train import evaluate
 from deltarule.train.data import Corpus
 from deltarule.train.device import choose_device
-from deltarule.train.documents import (
-    DataError,
-    Document,
-    Documents,
-    limit_bytes,
-    read_documents,
-    split_documents,
-)
+from deltarule.train.documents import DataError, limit_bytes, read_documents, split_documents
 from deltarule.train.figures import position_curve
 from deltarule.train.progress import for_screen
 from deltarule.train.run_folder import RUN, read_run, stored_configuration
@@ -82,36 +75,27 @@ def evaluate_run(run: EvalRun) -> list[evaluate.PositionBin]:
 def measured(
     run: EvalRun, folder: Path, trained: TextRun, encoder: Encoder
 ) -> tuple[str, Corpus, int, list[str]]:
-    """What is measured on: its name, a corpus of about so many bytes, how many there are, notes."""
-    shards = trained.data if run.data is None else run.data
-    if shards is not None and is_token_folder(shards):
-        held_out = open_token_folder(shards).validation
-        some = sample_documents(held_out, run.max_bytes)
-        return f"{shards}{HELD_OUT}", some, held_out.num_bytes, []
-    read, documents, part = measured_part(run, folder, trained)
-    corpus = encoder.corpus([d.text for d in limit_bytes(documents, run.max_bytes)])
-    return f"{read.source}{part}", corpus, sum(len(d.text) for d in documents), read.notes
-
-
-def measured_part(
-    run: EvalRun, folder: Path, trained: TextRun
-) -> tuple[Documents, list[Document], str]:
-    """What was read, what of it is measured on, and what the first line says of that.
+    """What is measured on: its name, a corpus of about so many bytes, how many there are, notes.
 
     Data are read as the run has read them. Of the run's own, only what it held out is taken; a
     `DataError` says if they have changed.
     """
-    own = run.data is None or is_same(run.data, trained.data)
-    read = read_documents(
-        trained.data if own else run.data,
-        max_bytes=trained.max_bytes,
-        text_field=trained.text_field,
+    data = trained.data if run.data is None else run.data
+    if data is not None and is_token_folder(data):
+        held_out = open_token_folder(data).validation
+        some = sample_documents(held_out, run.max_bytes)
+        return f"{data}{HELD_OUT}", some, held_out.num_bytes, []
+    own = run.data is None or (
+        trained.data is not None
+        and Path(run.data).expanduser().resolve() == Path(trained.data).resolve()
     )
+    data = trained.data if own else data
+    read = read_documents(data, max_bytes=trained.max_bytes, text_field=trained.text_field)
     before = read_run(folder).data if (folder / RUN).exists() else None
     if before is not None and before.sha256 == read.sha256:
-        _, held_out = split_documents(read.documents, fraction=trained.validation_fraction)
-        return read, held_out, HELD_OUT
-    if own:
+        _, documents = split_documents(read.documents, fraction=trained.validation_fraction)
+        part = HELD_OUT
+    elif own:
         was = f"{before.bytes:,} bytes" if before is not None else "unknown"
         now = f"{read.num_bytes:,} bytes"
         raise DataError(
@@ -119,8 +103,8 @@ def measured_part(
             f"{', not the same ones' if now == was else ''}), so what was held out of training is "
             f"not known; measure on other text with: deltarule eval {run.folder} --data PATH"
         )
-    return read, read.documents, ", other data than the run's: all of it, trained on or not"
-
-
-def is_same(path: str, other: str | None) -> bool:
-    return other is not None and Path(path).expanduser().resolve() == Path(other).resolve()
+    else:
+        documents = read.documents
+        part = ", other data than the run's: all of it, trained on or not"
+    corpus = encoder.corpus([d.text for d in limit_bytes(documents, run.max_bytes)])
+    return f"{read.source}{part}", corpus, sum(len(d.text) for d in documents), read.notes

@@ -275,10 +275,6 @@ def write_run(folder: Path, record: RunRecord) -> None:
     write_atomically(folder / RUN, lambda path: write_text(path, text))
 
 
-def mark_done(folder: Path, step: int) -> None:
-    write_run(folder, dataclasses.replace(read_run(folder), done=step))
-
-
 def read_run(folder: Path) -> RunRecord:
     path = folder / RUN
     if not path.is_file():

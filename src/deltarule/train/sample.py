@@ -1,16 +1,17 @@
 """Text that a model writes, character by character, after prompts from anywhere."""
 
+import contextlib
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deltarule.models import CausalLM
 from deltarule.nn.checks import check_least
 from deltarule.train.device import choose_device
 from deltarule.train.runs import load_model, run_of
-from deltarule.train.vocabulary import Encoder, make_encoder, tokens_of
+from deltarule.train.vocabulary import Encoder, tokens_of
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,8 @@ def generate_text(run: GenerateRun) -> None:
     count = 0
     for prompt in prompts(run):
         for _ in range(run.samples):
-            texts = sample_text(
-                model, prompt, encoder=encoder, max_new_tokens=run.max_new_tokens, stop=run.stop,
-                temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, min_p=run.min_p,
-                repetition_penalty=run.repetition_penalty,
-                seed=None if run.seed is None else run.seed + count,
-            )  # fmt: skip
+            seed = None if run.seed is None else run.seed + count
+            texts = sample_text(model, replace(run, seed=seed), prompt, encoder)
             # Refuses what is out of range before anything stands on the screen.
             first = next(texts, "")
             if several:
@@ -90,7 +87,11 @@ def generate_text(run: GenerateRun) -> None:
 
 def prompts(run: GenerateRun) -> Iterator[str]:
     if run.interactive:
-        yield from typed()
+        if sys.stdin.isatty():
+            import readline  # noqa: F401  input() takes it from here on
+        with contextlib.suppress(EOFError):
+            while True:
+                yield input("> " if sys.stdin.isatty() else "")
     elif run.prompt_file is None:
         yield run.prompt
     else:
@@ -102,48 +103,23 @@ def prompts(run: GenerateRun) -> Iterator[str]:
         yield from text.splitlines() if run.lines else [text]
 
 
-def typed() -> Iterator[str]:
-    """Lines that a user types, with the line editor where there is one."""
-    if sys.stdin.isatty():
-        import readline  # noqa: F401  input() takes it from here on
-    while True:
-        try:
-            yield input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return
-
-
-def sample_text(
-    model: CausalLM,
-    prompt: str,
-    *,
-    encoder: Encoder | None = None,
-    max_new_tokens: int,
-    stop: Sequence[str] = (),
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    seed: int | None = None,
-) -> Iterator[str]:
+def sample_text(model: CausalLM, run: GenerateRun, prompt: str, encoder: Encoder) -> Iterator[str]:
     """Continue a prompt that starts a document, until the document ends or enough is written.
 
-    Options are those of `GenerateRun`, and no encoder means bytes. The added characters are given
-    as they are completed, without the prompt, with the word that stops them.
+    The added characters are given as they are completed, without the prompt, with the word that
+    stops them.
     """
-    encoder = make_encoder(None) if encoder is None else encoder
     decoder = encoder.decoder()
     tokens = model.stream(
-        encoder.prompt(prompt), max_new_tokens=max_new_tokens, temperature=temperature,
-        top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-        stop=[encoder.begin], seed=seed,
+        encoder.prompt(prompt), max_new_tokens=run.max_new_tokens, temperature=run.temperature,
+        top_k=run.top_k, top_p=run.top_p, min_p=run.min_p,
+        repetition_penalty=run.repetition_penalty, stop=[encoder.begin], seed=run.seed,
     )  # fmt: skip
-    longest = max(map(len, stop), default=0)
+    longest = max(map(len, run.stop), default=0)
     before = ""
     for token in tokens:
         text = before + (new := decoder.push(token))
-        ends = [at + len(word) for word in stop if (at := text.find(word)) >= 0]
+        ends = [at + len(word) for word in run.stop if (at := text.find(word)) >= 0]
         if ends:
             yield text[len(before) : min(ends)]
             return

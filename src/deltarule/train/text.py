@@ -29,7 +29,7 @@ from deltarule.train.metrics import Metrics, WatchOptions, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.progress import for_screen
 from deltarule.train.run_folder import DataFacts
-from deltarule.train.sample import sample_text
+from deltarule.train.sample import GenerateRun, sample_text
 from deltarule.train.token_shards import is_token_folder, open_token_folder, sample_documents
 from deltarule.train.vocabulary import Encoder, make_encoder
 from deltarule.train.whole_run import layers_of, whole_run
@@ -274,20 +274,15 @@ def finish(run: TextRun, trainer: Trainer, job: TextJob, read: TextData, began: 
         title=f"Training of {folder.name}: {layers_of(model)}",
     )  # fmt: skip
     if run.sample_bytes and read.encoder is not None:
-        print_sample(run, model, read.encoder, end)
-
-
-def print_sample(run: TextRun, model: CausalLM, encoder: Encoder, end: float) -> None:
-    """Print what the model writes, character by character, until the end of the run's time."""
-    unit = "bytes" if encoder.tool is None else "tokens"
-    print(f"\nsample, {run.sample_bytes:,} {unit} at temperature {run.temperature:g}\n")
-    print(run.sample_prompt, end="")
-    for text in sample_text(
-        model, run.sample_prompt, encoder=encoder, max_new_tokens=run.sample_bytes,
-        temperature=run.temperature, seed=run.loop.seed,
-    ):  # fmt: skip
-        print(text, end="", flush=True)
-        if time.monotonic() >= end:
-            print("\n\n(--max-seconds ends the sample)", end="")
-            break
-    print("\n")
+        unit = "bytes" if read.encoder.tool is None else "tokens"
+        print(f"\nsample, {run.sample_bytes:,} {unit} at temperature {run.temperature:g}\n")
+        print(run.sample_prompt, end="")
+        options = GenerateRun(
+            folder, max_new_tokens=run.sample_bytes, temperature=run.temperature, seed=run.loop.seed
+        )
+        for text in sample_text(model, options, run.sample_prompt, read.encoder):
+            print(text, end="", flush=True)
+            if time.monotonic() >= end:
+                print("\n\n(--max-seconds ends the sample)", end="")
+                break
+        print("\n")

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from deltarule.models.bytes import BEGIN, VOCAB_SIZE, ByteDecoder
 from deltarule.models.bytes import encode as encode_bytes
-from deltarule.train.data import Corpus, encode_documents
+from deltarule.train.data import Corpus, encode_documents, joined
 from deltarule.train.extra import require
 
 BLOCK_BYTES = 2**18  # of one text that a tokenizer is given: it keeps far more than these
@@ -41,9 +41,7 @@ class Encoder(NamedTuple):
             return encode_documents(texts)
         read = [bytes(text) for text in texts if text]
         parts = [np.concatenate([[self.begin], tokens]) for tokens in self.encode(read)]
-        bounds = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-        tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-        return Corpus(tokens, bounds, sum(map(len, read)))
+        return joined(parts, sum(map(len, read)))
 
     def save(self, folder: Path) -> None:
         if self.tool is not None:

@@ -2,17 +2,24 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.parallel import World
+from deltarule.train.checkpoint import seed_everything
 from deltarule.train.job import Job
 from deltarule.train.loop import Trainer
 from deltarule.train.metrics import sinks
 from deltarule.train.progress import for_screen
-from deltarule.train.random_state import seed_everything
-from deltarule.train.run_folder import DataFacts, line_that_resumes, mark_done, open_run
+from deltarule.train.run_folder import (
+    DataFacts,
+    line_that_resumes,
+    open_run,
+    read_run,
+    write_run,
+)
 
 
 def whole_run(
@@ -58,7 +65,7 @@ def whole_run(
             if taken != trainer.step:
                 print(f"the model is that of step {taken:,}, the best of the short evaluations")
             if complete:
-                mark_done(folder, trainer.step)
+                write_run(folder, replace(read_run(folder), done=trainer.step))
             finish(trainer)
             print(f"done in {time.monotonic() - began:.0f} s: {folder}")
             if not complete:
