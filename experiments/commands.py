@@ -3,13 +3,8 @@
 from deltarule.cli import Command
 
 COMMANDS = {
-    "reproduce": Command(
-        "run an experiment of the papers", "experiments.reproduce", "ReproduceRun", "reproduce"
-    ),
+    "reproduce": Command("experiments.reproduce:reproduce", "run an experiment of the papers"),
     "reproduce --list": Command(
-        "what each experiment shows and needs",
-        "experiments.reproduce",
-        "ListRun",
-        "list_experiments",
+        "experiments.reproduce:list_experiments", "what each experiment shows and needs"
     ),
 }

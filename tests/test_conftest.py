@@ -1,3 +1,4 @@
+import os
 import sys
 from types import ModuleType
 
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gpus
 from left_patched import unpatched
 
 seen: list[float] = []
@@ -64,3 +66,21 @@ def test_a_patch_that_is_left_is_named_and_taken_back(monkeypatch):
     assert unpatched() == ["patched.recurrence"]
     assert patched.recurrence == "theirs"
     assert unpatched() == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "worker", "expected"),
+    [
+        ("0,1,2", "gw0", "0,1,2"), ("0,1,2", "gw4", "1,2,0"), ("GPU-a,GPU-b", "gw1", "GPU-b,GPU-a"),
+        ("3", "gw7", "3"), ("1,0", None, "1,0"), (None, "gw3", ""),
+    ],
+)  # fmt: skip
+def test_each_process_of_several_begins_with_another_gpu(devices, worker, expected, monkeypatch):
+    """One process takes what it is given, and without a GPU there is none to take."""
+    for name, value in (("CUDA_VISIBLE_DEVICES", devices), ("PYTEST_XDIST_WORKER", worker)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(gpus.Path, "glob", lambda self, pattern: [])
+    gpus.spread()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected

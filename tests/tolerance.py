@@ -8,17 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from deltarule.doctor.bars import (
-    FORWARD,
-    GRADIENT,
-    YARDSTICK_FORWARD,
-    YARDSTICK_GRADIENT,
-    YARDSTICK_LARGEST,
-    YARDSTICK_STRESS,
-    growth,
-    relative_largest,
-    relative_rms,
-)
+from deltarule.doctor import bars
+from deltarule.doctor.bars import FORWARD, GRADIENT, growth, relative_largest, relative_rms
 
 __all__ = [
     "assert_close",
@@ -79,15 +70,15 @@ def assert_close_to_yardstick(
     if dtype in FORWARD and not stress:
         assert_close(x, reference, dtype=dtype, gradient=gradient, name=name, floor=floor)
         return
-    factor = YARDSTICK_GRADIENT if gradient else YARDSTICK_FORWARD
-    factor = YARDSTICK_STRESS if stress else factor
+    factor = bars.YARDSTICK_GRADIENT if gradient else bars.YARDSTICK_FORWARD
+    factor = bars.YARDSTICK_STRESS if stress else factor
     # A state is summed in float32 whatever the inputs are, where the yardstick may round nothing.
-    bars = GRADIENT if gradient else FORWARD
-    least = bars.get(dtype, bars[torch.float32])
+    full = GRADIENT if gradient else FORWARD
+    least = full.get(dtype, full[torch.float32])
     _check(name, "error", error, max(factor * own, least))
-    largest = max(YARDSTICK_LARGEST, factor) * relative_largest(yardstick, reference, floor=floor)
+    most = max(bars.YARDSTICK_LARGEST, factor) * relative_largest(yardstick, reference, floor=floor)
     error = relative_largest(x, reference, floor=floor)
-    _check(name, "largest error", error, max(largest, YARDSTICK_LARGEST * least))
+    _check(name, "largest error", error, max(most, bars.YARDSTICK_LARGEST * least))
 
 
 def _check(name: str, measure: str, error: float, bar: float) -> None:

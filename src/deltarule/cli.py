@@ -8,7 +8,8 @@ import io
 import os
 import sys
 import time
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,74 +24,48 @@ FAILED, MISUSED = 1, 2
 
 
 class Command(NamedTuple):
-    """A command: one line about it, and the module that is imported when it is called."""
+    """A command: the function that does it, imported when it is called, and one line about it."""
 
+    function: str
+    """As MODULE:NAME, the module of this package or beside it. It is given its flags, whose
+    dataclass its argument is annotated with."""
     about: str
-    module: str
-    flags_name: str
-    """The dataclass of its flags in that module."""
-    run_name: str
-    """The function there that is given them."""
     bare: str | None = None
     """The flag that bare words stand for, beyond those that must be given."""
 
     @property
     def flags(self) -> type[Any]:
-        return self.imported(self.flags_name)
+        flags, *_ = typing.get_type_hints(self.run).values()
+        return flags
 
-    def run(self, flags: Any) -> None:
-        self.imported(self.run_name)(flags)
-
-    def imported(self, name: str) -> Any:
+    @property
+    def run(self) -> Callable[[Any], object]:
+        module, _, name = self.function.partition(":")
         with errors.ended_by_ctrl_c():
-            return getattr(importlib.import_module(self.module), name)
+            return getattr(importlib.import_module(module, "deltarule"), name)
 
 
 COMMANDS = {
     "train text": Command(
-        "train a byte-level language model on text",
-        "deltarule.train.text", "TextRun", "train_text", "data",
+        ".train.text:train_text", "train a byte-level language model on text", "data"
     ),
-    "train mqar": Command(
-        "train on associative recall, in minutes", "deltarule.train.mqar", "MqarRun", "train_mqar"
-    ),
+    "train mqar": Command(".train.mqar:train_mqar", "train on associative recall, in minutes"),
     "data": Command(
-        "write documents as token shards for training",
-        "deltarule.train.token_shards", "DataRun", "write_data",
+        ".train.token_shards:write_data", "write documents as token shards for training"
     ),
-    "generate": Command(
-        "write text with a trained model",
-        "deltarule.train.sample", "GenerateRun", "generate_text", "prompt",
-    ),
-    "runs": Command(
-        "list and compare runs", "deltarule.train.runs", "RunsRun", "show_runs", "names"
-    ),
-    "eval": Command(
-        "bits per byte by position", "deltarule.train.report", "EvalRun", "evaluate_run", "data"
-    ),
-    "convert": Command(
-        "write a checkpoint in another family's layout",
-        "deltarule.convert", "ConvertRun", "convert_folder",
-    ),
+    "generate": Command(".train.sample:generate_text", "write text with a trained model", "prompt"),
+    "runs": Command(".train.runs:show_runs", "list and compare runs", "names"),
+    "eval": Command(".train.report:evaluate_run", "bits per byte by position", "data"),
+    "convert": Command(".convert:convert_folder", "write a checkpoint in another family's layout"),
     "plot attention": Command(
-        "draw what the layers read and write",
-        "deltarule.train.layer_view", "AttentionPlotRun", "plot_attention",
+        ".train.layer_view:plot_attention", "draw what the layers read and write"
     ),
-    "doctor": Command(
-        "are the shipped kernels right on this GPU?", "deltarule.doctor", "DoctorRun", "diagnose"
-    ),
-    "warmup": Command(
-        "compile kernels ahead of the first step", "deltarule.warm_up", "WarmupRun", "warm_up"
-    ),
-    "explain": Command(
-        "which implementation would run, and why",
-        "deltarule.lookup", "ExplainRun", "explain_call",
-    ),
-    "plan": Command(
-        "how fast a step would be on so many GPUs", "deltarule.plan", "PlanRun", "plan"
-    ),
-    "rules": Command("print the table of rules", "deltarule.lookup", "RulesRun", "rules", "name"),
-}  # fmt: skip
+    "doctor": Command(".doctor.command:diagnose", "are the shipped kernels right on this GPU?"),
+    "warmup": Command(".warm_up:warm_up", "compile kernels ahead of the first step"),
+    "explain": Command(".lookup:explain_call", "which implementation would run, and why"),
+    "plan": Command(".plan:plan", "how fast a step would be on so many GPUs"),
+    "rules": Command(".lookup:rules", "print the table of rules", "name"),
+}
 
 # Seconds for which other processes than the first stay when they fail.
 PATIENCE_S = 10.0
@@ -276,5 +251,4 @@ def say(text: str) -> None:
 
 
 def rank() -> int:
-    """Rank of this process among those that torchrun started."""
     return int(os.environ.get("RANK", 0))

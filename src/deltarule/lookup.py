@@ -145,7 +145,6 @@ def backed_by(system: System) -> str:
 
 
 def described(system: System, layer: type[Mixer]) -> str:
-    """One row as a few lines for a terminal."""
     lines = [
         f"{system.name:<22}{system.title}",
         f"{system.recurrence}        {system.read_out}",

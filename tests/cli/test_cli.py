@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from deltarule.cli import COMMANDS, FAILED, MISUSED, main
+from deltarule.cli import COMMANDS, FAILED, MISUSED, Command, main
 from deltarule.config_file import flat, to_toml
 from deltarule.errors import INTERRUPTED
 from deltarule.models import CausalLM
@@ -184,13 +184,12 @@ class Nothing:
     """The flags of a command that fails."""
 
 
-def fail(run):
+def fail(run: Nothing):
     raise KeyError("a\nb")
 
 
 def test_an_error_that_nobody_foresaw_is_one_line_too(monkeypatch, capsys):
-    names = {"module": __name__, "flags_name": "Nothing", "run_name": "fail"}
-    monkeypatch.setitem(COMMANDS, "rules", COMMANDS["rules"]._replace(**names))
+    monkeypatch.setitem(COMMANDS, "rules", Command(f"{__name__}:fail", "fail"))
     assert main(["rules"]) == FAILED
     assert capsys.readouterr().err.startswith("deltarule: error: KeyError: ")
     with pytest.raises(KeyError):

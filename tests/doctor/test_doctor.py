@@ -1,5 +1,6 @@
 """The doctor, under Triton's interpreter: it passes sound kernels and has a broken one refused."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,10 @@ from promised import promised
 
 promised("triton")
 
-from deltarule.doctor import chunked
+from deltarule.doctor import chunked, command
 from deltarule.doctor import examine as module
 from deltarule.doctor.command import DoctorRun, diagnose, keep_verdicts
-from deltarule.doctor.examine import Configuration, commonest, draw, every, examine, known_bad
+from deltarule.doctor.examine import Configuration, Verdict, commonest, draw, every, examine
 from deltarule.ops import dispatch
 from deltarule.ops.delta_rule import implementations
 from deltarule.ops.delta_rule.triton import passes
@@ -65,12 +66,8 @@ def test_the_dense_draw_fills_the_tiles_that_a_copy_engine_fetches(n_steps) -> N
 def call_on_a_gpu():
     """What dispatch looks at of a call, said to lie on a GPU."""
     inputs = draw(TINY, (), CPU, False)
-    q = SimpleNamespace(
-        device=torch.device("cuda"),
-        shape=inputs.q.shape,
-        dtype=inputs.q.dtype,
-        numel=inputs.q.numel,
-    )
+    kept = {name: getattr(inputs.q, name) for name in ("shape", "dtype", "numel")}
+    q = SimpleNamespace(device=torch.device("cuda"), **kept)
     return implementations.Request(inputs._replace(q=q))
 
 
@@ -124,17 +121,13 @@ def test_a_damaged_file_is_no_finding(own_cache) -> None:
 @pytest.mark.parametrize(
     ("version", "capability", "bad"),
     [
-        ("3.4.0", (9, 0), True),
-        ("3.6.0", (9, 0), True),
-        ("3.7.0", (9, 0), True),
-        ("3.7.1", (9, 0), False),
-        ("3.6.0", (8, 0), False),
-        ("3.3.1", (9, 0), False),
+        *((version, (9, 0), True) for version in ("3.4.0", "3.6.0", "3.7.0")),
+        ("3.7.1", (9, 0), False), ("3.6.0", (8, 0), False), ("3.3.1", (9, 0), False),
     ],
-)
+)  # fmt: skip
 def test_known_bad_versions(version, capability, bad, monkeypatch) -> None:
     monkeypatch.setattr(module, "triton_version", lambda: version)
-    assert (known_bad(capability) is not None) == bad
+    assert (module.known_bad(capability) is not None) == bad
 
 
 @interpreted
@@ -195,3 +188,63 @@ def test_a_draw_has_numbers_enough_for_a_ratio(lengths) -> None:
     for name in ("dbeta", "dlog_decay"):
         ratio = module.times_yardstick(name, found[name], exact[name], own[name])
         assert 0.55 < ratio < 0.9, name
+
+
+GOOD = [Configuration("tied", "head", 1, "float32", 16, size) for size in (16, 32)]
+BAD = Configuration("free", "head", 1, "float32", 16, 16)
+
+
+def dies_of_a_free_erase(of: Configuration) -> Verdict:
+    """Stands in for the examination."""
+    if of.erase == "free":
+        os._exit(7)
+    return Verdict(str(of), True, None, 1.0, 0.0)
+
+
+def has_no_memory(of: Configuration) -> None:
+    """Stands in for the examination."""
+
+
+def test_a_process_that_dies_is_a_finding(monkeypatch) -> None:
+    monkeypatch.setattr(command, "examine_alone", dies_of_a_free_erase)
+    found = list(command.examined_apart([BAD, *GOOD], 1))
+    assert [verdict.passed for verdict in found] == [False, True, True]
+    assert found[0].error == "the process ended with code 7"
+    assert found[0].name.startswith("erase free")
+
+
+def test_too_little_memory_is_an_error_and_no_finding(monkeypatch) -> None:
+    monkeypatch.setattr(command, "examine_alone", has_no_memory)
+    with pytest.raises(ValueError, match=r"too little free memory.*--processes"):
+        list(command.examined_apart([BAD], 1))
+
+
+def test_no_memory_in_the_examination_is_told(monkeypatch) -> None:
+    def examine(*_: object) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(command, "examine", examine)
+    assert command.examine_alone(BAD) is None
+
+
+@interpreted
+def test_the_examination_itself_answers() -> None:
+    (verdict,) = command.examined_apart([Configuration("none", "none", 1, "float32", 16, 16)], 1)
+    assert verdict.passed, verdict
+
+
+def test_a_broken_context_ends_the_examination_in_one_process(monkeypatch) -> None:
+    failed = Verdict("name", False, "illegal access", 1.0, 0.0)
+    monkeypatch.setattr(module, "examine", lambda of, device: failed)
+    monkeypatch.setattr(module, "gpu_is_lost", lambda: True)
+    found = module.examined(GOOD, CPU)
+    assert next(found) == failed
+    with pytest.raises(ValueError, match="without --processes 0"):
+        next(found)
+
+
+@pytest.mark.parametrize(("free", "processes"), [(2**30, 1), (7 * 2**30, 2), (2**40, 16)])
+def test_processes_fit_the_memory(monkeypatch, free, processes) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**40))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(64), raising=False)
+    assert command.fitting_processes() == processes

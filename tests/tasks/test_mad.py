@@ -1,5 +1,6 @@
 """The score of MAD, and the rows of its five generators."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -61,12 +62,13 @@ def test_recall_asks_for_the_values_of_keys_that_were_seen(config):
 
 def test_training_rows_of_recall_are_the_same_with_every_next_token_as_label():
     for module, config in [(mad_recall, NOISY), (mad_fuzzy_recall, mad_fuzzy_recall.Config())]:
-        training = type(config)(**{**vars(config), "training": True})
-        tokens, labels = module.generate(training, np.random.default_rng(0), rows=20)
+        tokens, labels = module.generate(
+            replace(config, training=True), np.random.default_rng(0), rows=20
+        )
         assert (labels[:, :-1] == tokens[:, 1:]).all()
-    test = mad_recall.generate(NOISY, np.random.default_rng(0), rows=20)
-    training = mad_recall.generate(
-        mad_recall.Config(**{**vars(NOISY), "training": True}), np.random.default_rng(0), rows=20
+    test, training = (
+        mad_recall.generate(replace(NOISY, training=x), np.random.default_rng(0), rows=20)
+        for x in (False, True)
     )
     assert (test.tokens == training.tokens).all()
     assert (test.labels == training.labels)[test.labels != NO_LABEL].all()

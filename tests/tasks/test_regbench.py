@@ -2,17 +2,9 @@
 
 import numpy as np
 
+from deltarule.tasks import regbench
 from deltarule.tasks.batch import NO_LABEL
-from deltarule.tasks.regbench import (
-    PADDING,
-    Config,
-    automata,
-    generate,
-    measure,
-    minimal,
-    show,
-    speak,
-)
+from deltarule.tasks.regbench import PADDING, Config, automata, generate, measure, minimal, speak
 
 PAPER = Config()
 
@@ -136,7 +128,7 @@ def test_no_two_of_many_automata_have_the_same_words():
 
 
 def test_a_row_can_be_read():
-    shown = show(Config(longest_word=5), np.random.default_rng(0)).splitlines()
+    shown = regbench.show(Config(longest_word=5), np.random.default_rng(0)).splitlines()
     assert shown[0].startswith("0: ")
     assert " to " in shown[0]
     assert 9 <= shown[-1].count(" | ") <= 18

@@ -38,10 +38,7 @@ def test_the_live_bar_shows_step_figures_and_time(monkeypatch):
         assert part in shown
 
 
-def test_no_terminal_means_plain_lines(capsys):
+def test_no_terminal_means_plain_lines_and_a_missing_package_names_its_extra(capsys):
     assert isinstance(make_progress(5), PlainProgress)
-
-
-def test_a_missing_package_names_its_extra():
     with pytest.raises(MissingExtraError, match=r"deltarule\[train\]"):
         require("surely_not_installed_at_all")

@@ -110,7 +110,6 @@ def dplr(
     chunk_size: int = 16,
     matmul_dtype: torch.dtype | None = None,
 ) -> RecurrentOutput:
-    """Compute what the definition does, `chunk_size` tokens at a time."""
     rows = {"k": per_value_head(k, v.shape[2]), "v": heads_first(v)}
     rows |= {"a": heads_first(a), "b": heads_first(b)}
 

@@ -155,7 +155,6 @@ def state_of(normal: Tensor) -> Tensor:
 
 
 def plain_run(module: Any, inputs: Inputs, options: dict[str, Any]) -> RecurrentOutput:
-    """One of the two reference modules."""
     x = inputs
     names = "log_decay", "scale", "initial_state", "cu_seqlens"
     shared = options | {name: getattr(x, name) for name in names}
@@ -295,7 +294,6 @@ def examine(of: Configuration, device: torch.device) -> Verdict:
 
 
 def examined(configurations: Iterable[Configuration], device: torch.device) -> Iterator[Verdict]:
-    """One verdict after the other, in this process."""
     for configuration in configurations:
         verdict = examine(configuration, device)
         yield verdict

@@ -218,7 +218,6 @@ def divisions(machine: Machine, gpus: int, length: int) -> list[Division]:
 def best(
     size: Size, machine: Machine, gpus: int, length: int, batch_tokens: float
 ) -> list[Estimate]:
-    """Estimates of all divisions of a power of 2 of GPUs that fit, the fastest first."""
     if gpus < 1 or gpus & (gpus - 1):
         raise ValueError(f"--gpus must be a power of 2, got {gpus}")
     found = [

@@ -125,7 +125,6 @@ class Size:
 
     @property
     def layer_parameters(self) -> float:
-        """Parameters of a layer, on average."""
         mlp = 3 * self.hidden * 16 * math.ceil(self.hidden * 8 / 3 / 16)
         recurrent = 5 * self.hidden**2 + mlp
         attention = 2 * self.hidden**2 + 2 * self.hidden * self.kv_heads * 128 + mlp

@@ -21,6 +21,5 @@ TASKS = (
 
 
 def load_task(name: str) -> ModuleType:
-    """The module of a task."""
     check_known("name", name, TASKS)
     return importlib.import_module(f"{__name__}.{name}")

@@ -31,7 +31,6 @@ def main(words: Sequence[str]) -> None:
 
 
 def example(name: str) -> str:
-    """One row of a task in words, always the same."""
     task = load_task(name)
     return task.show(task.Config(**SIZES.get(name, {})), np.random.default_rng(0))
 

@@ -105,7 +105,6 @@ def write_numbers(tokens: Array, starts: Array, sizes: Array, rng: np.random.Gen
 
 
 def show(config: Config, rng: np.random.Generator) -> str:
-    """One row as it would be written, and the answer."""
     tokens, labels = (x[0].tolist() for x in generate(config, rng, rows=1))
     end = tokens.index(EQUALS) + 1
     words = [str(t) if t < MODULUS else SIGNS[t - MODULUS] for t in tokens[:end]]

@@ -70,7 +70,6 @@ class Config:
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Rows [rows, length]."""
     sequence = np.full((rows, config.length + 1), config.padding, dtype=np.int64)
     answers = np.full((rows, config.length + 1), NO_LABEL, dtype=np.int64)
     for row in range(rows):

@@ -61,7 +61,6 @@ def values(tokens: Array, ends: Array) -> Array:
 
 
 def show(config: Config, rng: np.random.Generator) -> str:
-    """One row as it would be written, and the answer."""
     tokens, labels = (x[0] for x in generate(config, rng, rows=1))
     signs = dict(zip((PLUS, MINUS, TIMES, EQUALS), "+-*=", strict=True))
     words = [signs.get(token, str(token - ZERO)) for token in tokens[tokens != BLANK].tolist()]

@@ -159,17 +159,14 @@ class Row:
 
     @property
     def needle(self) -> str:
-        """The sentence to find."""
         return self.filled(NEEDLE)
 
     @property
     def opening(self) -> str:
-        """What comes before the haystack."""
         return self.filled(OPENING) if self.config.instructions else ""
 
     @property
     def reply(self) -> str:
-        """What comes after the haystack, but for the value."""
         return self.filled(QUESTION + REPLY if self.config.instructions else REPLY)
 
     @property
@@ -179,7 +176,6 @@ class Row:
         return self.config.length - sum(map(len, own))
 
     def text(self, rng: np.random.Generator, prose: "ReadProse") -> str:
-        """The whole row, from the opening to the value."""
         if self.config.haystack == "noise":
             # The five sentences in one piece, as often as they fit with a byte after each.
             sentences, between = [NOISE] * (self.room // (len(NOISE) + 1)), "\n"
@@ -225,7 +221,6 @@ def generate(
 
 
 def show(config: Config, rng: np.random.Generator) -> str:
-    """One row as text, and the answer."""
     tokens, labels = (x[0] for x in generate(config, rng, rows=1))
     answer = decode(labels[labels != NO_LABEL].tolist())
     return f"{decode(tokens.tolist()).removesuffix(answer[:-1])}\n-> {answer}"

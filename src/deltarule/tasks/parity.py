@@ -47,7 +47,6 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
 
 
 def show(config: Config, rng: np.random.Generator) -> str:
-    """One row, and the answer."""
     tokens, labels = (x[0] for x in generate(config, rng, rows=1))
     bits = " ".join("01"[token - CLEAR] for token in tokens[tokens != BLANK])
     odd = labels[labels != NO_LABEL][-1] == SET

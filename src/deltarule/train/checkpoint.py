@@ -227,7 +227,6 @@ def step_of(folder: Path) -> int:
 
 
 def read_marker(folder: Path) -> tuple[int, dict[str, str]]:
-    """The step of a checkpoint, and the hashes of its files."""
     with naming(folder / MARKER):
         marker: Marker = fitted(Marker, read_json(folder / MARKER))
         if marker.own_sha256 != marker.hash():

@@ -87,7 +87,6 @@ class Corpus:
 
 
 def joined(parts: Sequence[NDArray[Any]], text_bytes: int) -> Corpus:
-    """Tokens of documents as a corpus in memory."""
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
     return Corpus(tokens, np.cumsum([0, *map(len, parts)], dtype=np.int64), text_bytes)
 

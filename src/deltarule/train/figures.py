@@ -21,7 +21,6 @@ WIDTH, HEIGHT, DOTS_PER_INCH = 7.0, 4.2, 150
 
 
 def new_drawing(*, title: str, x: str, y: str) -> "tuple[Figure, Axes]":
-    """An empty figure with one pair of axes."""
     # A bare Figure leaves the global state of pyplot and the user's windows alone.
     figure = require("matplotlib.figure").Figure(
         figsize=(WIDTH, HEIGHT), dpi=DOTS_PER_INCH, layout="constrained"

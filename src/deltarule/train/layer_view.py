@@ -116,7 +116,6 @@ def reading_of(mixer: Mixer, x: Tensor, shared: dict[str, Tensor], head: int) ->
 
 
 def of_rule(mixer: DeltaMixer, call: LayerCall, head: int) -> Reading:
-    """Matrix, softmax, write and erase of a linear rule."""
     projections = mixer.project(call)
     arguments = mixer.rule.arguments(projections)
     # Values that are unit vectors come out as the columns of the matrix.

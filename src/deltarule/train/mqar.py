@@ -63,7 +63,6 @@ def mqar_job(run: MqarRun) -> LabelledJob:
 
 
 def train_mqar(run: MqarRun) -> float:
-    """Train, evaluate and plot; return the accuracy on new rows at the end."""
     began, task = time.monotonic(), run.task
     config, world = run.model.config(task.vocab_size), World(choose_device(run.loop.device))
 

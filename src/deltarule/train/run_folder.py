@@ -228,7 +228,6 @@ def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
 
 
 def line_that_resumes(folder: Path) -> str:
-    """The command line that continues a run; run.json holds its options."""
     record = read_run(folder)
     words = ["deltarule", *record.command.split(), "--resume", "--name", folder.name]
     if (processes := record.machine.get("processes", "1")) != "1":
@@ -287,7 +286,6 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def stored_configuration(folder: Path, kind: type[R], command: str) -> R:
-    """The configuration in run.json, as the dataclass it was made from."""
     record = read_run(folder)
     if record.command != command:
         raise RunFolderError(f"{folder} is a run of '{record.command}', not of '{command}'")

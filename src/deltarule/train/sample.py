@@ -64,7 +64,6 @@ class GenerateRun:
 
 
 def generate_text(run: GenerateRun) -> None:
-    """Print each prompt and what the model adds to it, character by character."""
     model = load_model(run.folder, choose_device(run.device), of_bytes=False)
     encoder = tokens_of(run_of(run.folder), model.config.vocab_size)
     several = run.samples > 1 or run.lines

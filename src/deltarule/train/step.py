@@ -113,7 +113,6 @@ class TrainingStep:
         return known.report.clone()
 
     def eager(self, parts: Sequence[Part]) -> Tensor:
-        """Compute a step, now or into the graph that is being captured."""
         total, count = None, self.count(parts)
         for part in parts:
             self.before_backward(part is parts[-1])

@@ -102,7 +102,6 @@ class TextData(NamedTuple):
 
 
 def read_text(run: TextRun) -> TextData:
-    """Read documents as tokens, or map token shards."""
     if run.data is not None and is_token_folder(run.data):
         return _mapped(run.data, run.validation_bytes, run.tokenizer)
     encoder = make_encoder(run.tokenizer)

@@ -32,11 +32,9 @@ class Encoder(NamedTuple):
         return [self.begin, *self.encode([text.encode("utf-8", "replace")])[0].tolist()]
 
     def decoder(self) -> "ByteDecoder | TokenDecoder":
-        """Make what turns a stream of tokens into text."""
         return ByteDecoder() if self.tool is None else TokenDecoder(self.tool)
 
     def corpus(self, texts: Sequence[bytes | memoryview]) -> Corpus:
-        """Documents as tokens, end to end."""
         if self.tool is None:
             return encode_documents(texts)
         read = [bytes(text) for text in texts if text]
