@@ -34,11 +34,12 @@ def test_curves_of_nearly_nothing_do_not_fail(tmp_path):
 def test_curves_are_of_rows_with_a_number_and_the_smooth_one_of_the_values_around(monkeypatch):
     drawn = []
     monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure.axes[0]))
-    values = [float(x * x % 7) for x in range(500)]
+    values = [90.0, *(float(x * x % 7) for x in range(499))]
     rows = [{"step": s, "bits_per_byte": value} for s, value in enumerate(values)]
     draw([*rows, {"step": 30, "validation": 1.0}, {"step": 59, "validation": None}], None)
     each, smooth, measured, *_ = drawn[0].lines
     assert each.get_ydata().tolist() == values
+    assert drawn[0].get_ylim() == pytest.approx((0 - 0.32, 4 + 0.32), abs=0.01)
     assert smooth.get_ydata()[20] == pytest.approx(sum(values[15:26]) / 11)
     assert smooth.get_ydata()[1] == pytest.approx(sum(values[:7]) / 7)
     assert measured.get_xydata().tolist() == [[30, 1.0]]

@@ -8,6 +8,7 @@ Linear RNNs Through Negative Eigenvalues" (arXiv 2411.12537), section 5.1.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,15 +22,10 @@ MODULUS = 5
 class Config(Lengths):
     """Lengths of the task, = and the answer counted; a row's own length is always odd."""
 
-    @property
-    def vocab_size(self) -> int:
-        """The blank, four signs and the numbers."""
-        return ZERO + MODULUS
-
-    @property
-    def chance(self) -> float:
-        """Accuracy of guessing a number."""
-        return 1 / MODULUS
+    vocab_size: ClassVar[int] = ZERO + MODULUS
+    """The blank, four signs and the numbers."""
+    chance: ClassVar[float] = 1 / MODULUS
+    """Accuracy of guessing a number."""
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:

@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -117,21 +117,29 @@ class Config:
     """Which part of the prose: evaluate on "validation", which training never sees."""
     every_byte: bool = False
     """Every next byte of the row is a label, as in language modelling, not only the value's."""
+    vocab_size: ClassVar[int] = BEGIN + 1
+    """The bytes, and what begins a row."""
 
     def __post_init__(self) -> None:
         for name, kind in (("haystack", Haystack), ("value", Value), ("split", Split)):
             check_known(name, getattr(self, name), get_args(kind))
-        row = Row(self, key=LONGEST_KEY, answer=LONGEST_ANSWERS[self.value])
-        if row.room <= len(NOISE):
+        *_, room = self.words(LONGEST_KEY, LONGEST_ANSWERS[self.value])
+        if room <= len(NOISE):
             raise ValueError(
-                f"length must be at least {self.length - row.room + len(NOISE) + 1} for this value "
+                f"length must be at least {self.length - room + len(NOISE) + 1} for this value "
                 f"and these instructions, got {self.length}"
             )
 
-    @property
-    def vocab_size(self) -> int:
-        """The bytes, and what begins a row."""
-        return BEGIN + 1
+    def words(self, key: str, answer: str) -> tuple[str, str, str, int]:
+        """What comes before the haystack, the needle, what comes after but for the answer; and the
+        bytes left for the haystack, counting what joins its sentences.
+        """
+        after = QUESTION + REPLY if self.instructions else REPLY
+        templates = OPENING if self.instructions else "", NEEDLE, after
+        before, needle, after = (
+            template.format(value=self.value, key=key, answer=answer) for template in templates
+        )
+        return before, needle, after, self.length - len(before + needle + after + answer)
 
     def settled(self, rng: np.random.Generator) -> "Config":
         """One haystack and one value in place of any."""
@@ -143,48 +151,6 @@ class Config:
             haystack=haystack if self.haystack == "any" else self.haystack,
             value=value if self.value == "any" else self.value,
         )
-
-
-@dataclass(frozen=True)
-class Row:
-    """The key and the value of one row, and the words around the haystack."""
-
-    config: Config
-    key: str
-    answer: str
-
-    def filled(self, template: str) -> str:
-        """A template with the kind of value, the key and the value in it."""
-        return template.format(value=self.config.value, key=self.key, answer=self.answer)
-
-    @property
-    def needle(self) -> str:
-        return self.filled(NEEDLE)
-
-    @property
-    def opening(self) -> str:
-        return self.filled(OPENING) if self.config.instructions else ""
-
-    @property
-    def reply(self) -> str:
-        return self.filled(QUESTION + REPLY if self.config.instructions else REPLY)
-
-    @property
-    def room(self) -> int:
-        """Bytes left for the haystack, counting what joins its sentences."""
-        own = (self.opening, self.needle, self.reply, self.answer)
-        return self.config.length - sum(map(len, own))
-
-    def text(self, rng: np.random.Generator, prose: "ReadProse") -> str:
-        if self.config.haystack == "noise":
-            # The five sentences in one piece, as often as they fit with a byte after each.
-            sentences, between = [NOISE] * (self.room // (len(NOISE) + 1)), "\n"
-            depth = rng.integers(len(sentences))
-        else:
-            sentences, between = prosaic(self.room, prose(self.config.split), rng), " "
-            depth = len(sentences) * rng.choice(DEPTHS) // 100
-        sentences.insert(int(depth), self.needle)
-        return self.opening + between.join(sentences) + self.reply + self.answer
 
 
 def prosaic(room: int, prose: Prose, rng: np.random.Generator) -> list[str]:
@@ -200,6 +166,21 @@ def prosaic(room: int, prose: Prose, rng: np.random.Generator) -> list[str]:
     return sentences[first:last]
 
 
+def row_text(
+    config: Config, key: str, answer: str, rng: np.random.Generator, prose: ReadProse
+) -> str:
+    before, needle, after, room = config.words(key, answer)
+    if config.haystack == "noise":
+        # The five sentences in one piece, as often as they fit with a byte after each.
+        sentences, between = [NOISE] * (room // (len(NOISE) + 1)), "\n"
+        depth = rng.integers(len(sentences))
+    else:
+        sentences, between = prosaic(room, prose(config.split), rng), " "
+        depth = len(sentences) * rng.choice(DEPTHS) // 100
+    sentences.insert(int(depth), needle)
+    return before + between.join(sentences) + after + answer
+
+
 def generate(
     config: Config, rng: np.random.Generator, rows: int, prose: ReadProse = read_prose
 ) -> Batch:
@@ -212,9 +193,8 @@ def generate(
         # A number of 7 digits, or a random UUID of version 4.
         number = kind.value == "number"
         answer = rng.integers(10**6, 10**7) if number else uuid.UUID(bytes=rng.bytes(16), version=4)
-        row = Row(kind, key, str(answer))
-        text = np.frombuffer(row.text(rng, prose).encode(), dtype=np.uint8)
-        first = 0 if config.every_byte else len(text) - len(row.answer)
+        text = np.frombuffer(row_text(kind, key, str(answer), rng, prose).encode(), np.uint8)
+        first = 0 if config.every_byte else len(text) - len(str(answer))
         tokens[index, 1 : len(text)] = text[:-1]
         labels[index, first : len(text)] = text[first:]
     return Batch(tokens, labels)

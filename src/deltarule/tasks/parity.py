@@ -8,6 +8,7 @@ Linear RNNs Through Negative Eigenvalues" (arXiv 2411.12537), section 5.1.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,15 +23,9 @@ class Config(Lengths):
 
     every_position: bool = False
     """Ask after every bit, not only after the last: far more to learn from in each row."""
-
-    @property
-    def vocab_size(self) -> int:
-        return 3
-
-    @property
-    def chance(self) -> float:
-        """Accuracy of a coin."""
-        return 0.5
+    vocab_size: ClassVar[int] = 3
+    chance: ClassVar[float] = 0.5
+    """Accuracy of a coin."""
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:

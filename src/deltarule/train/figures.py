@@ -31,7 +31,8 @@ def new_drawing(*, title: str, x: str, y: str) -> "tuple[Figure, Axes]":
 
 
 def dress(axes: "Axes", *, title: str, x: str, y: str) -> None:
-    axes.set_title(drawable(title), loc="left", color=INK, fontsize=11)
+    # Without what no font has, such as the bytes of a file's name that are no text.
+    axes.set_title(title.encode(errors="replace").decode(), loc="left", color=INK, fontsize=11)
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
@@ -41,17 +42,13 @@ def dress(axes: "Axes", *, title: str, x: str, y: str) -> None:
     axes.set_axisbelow(True)
 
 
-def drawable(title: str) -> str:
-    """A title without what no font has, such as the bytes of a file's name that are no text."""
-    return title.encode(errors="replace").decode()
-
-
 def new_grid(rows: int, columns: int, *, title: str) -> "tuple[Figure, list[list[Axes]]]":
     """A figure of several axes in the style, a list of them for each row."""
     figure = require("matplotlib.figure").Figure(
         figsize=(1.5 * WIDTH, 0.5 * HEIGHT * rows + 0.8), dpi=DOTS_PER_INCH, layout="constrained"
     )
-    figure.suptitle(drawable(title), x=0.01, ha="left", color=INK, fontsize=11)
+    title = title.encode(errors="replace").decode()
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
     axes = figure.subplots(rows, columns, squeeze=False)
     for one in axes.flat:
         one.spines[["top", "right"]].set_visible(False)
@@ -106,24 +103,15 @@ def loss_curve(
     draw_levels(axes, levels)
     axes.locator_params(axis="x", integer=True)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    axes.set_ylim(*limits(values, [*levels.values(), *(v for _, v in measured)]))
+    # Without the first steps, which are far off and would flatten all else.
+    settled = values[len(values) // 20 :]
+    settled = [*settled, *levels.values(), *(v for _, v in measured)] or [0.0]
+    margin = 0.08 * (max(settled) - min(settled)) + 1e-3
+    axes.set_ylim(min(settled) - margin, max(settled) + margin)
     # Where matplotlib looks for the best place itself, it warns of many steps on a slow machine.
     rises = smooth[-1:] > smooth[:1]
     axes.legend(frameon=False, fontsize=9, loc="upper left" if rises else "upper right")
     save(figure, path)
-
-
-def limits(values: list[float], others: list[float]) -> tuple[float, float]:
-    """The vertical range: without the first steps, which are far off and would flatten all else.
-
-    Examples:
-        >>> low, high = limits([9.0] + [2.0] * 99, [3.0])
-        >>> 1.9 < low < 2.0, 3.0 < high < 3.2
-        (True, True)
-    """
-    settled = [*values[len(values) // 20 :], *others] or [0.0]
-    margin = 0.08 * (max(settled) - min(settled)) + 1e-3
-    return min(settled) - margin, max(settled) + margin
 
 
 def column(rows: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:

@@ -144,7 +144,13 @@ def open_run(
     processes the first holds the folder. A full disk, short memory or Ctrl-C within end it with a
     `StoppedRunError`.
     """
-    record = RunRecord(command, plain(run), machine(world), data)
+    # A dataclass as JSON keeps it; paths are whole, so that they mean the same elsewhere.
+    options = dataclasses.asdict(run) | {"resume": False}
+    if options.get("data") is not None:
+        options["data"] = str(Path(options["data"]).expanduser().absolute())
+    options["runs"] = options["runs"].absolute()
+    options = json.loads(json.dumps(options, default=str))
+    record = RunRecord(command, options, machine(world), data)
     others: set[Path] = set()
     with contextlib.ExitStack() as held:
 
@@ -258,15 +264,6 @@ def was_begun(run: Any, command: str) -> bool:
     if (folder / DIVERGED).exists():
         raise RunFolderError(f"{folder}: {(folder / DIVERGED).read_text()}")
     return True
-
-
-def plain(run: Any) -> dict[str, Any]:
-    """A dataclass as JSON keeps it; paths are whole, so that they mean the same elsewhere."""
-    options = dataclasses.asdict(run) | {"resume": False}
-    if options.get("data") is not None:
-        options["data"] = str(Path(options["data"]).expanduser().absolute())
-    options["runs"] = options["runs"].absolute()
-    return json.loads(json.dumps(options, default=str))
 
 
 def write_run(folder: Path, record: RunRecord) -> None:

@@ -103,7 +103,7 @@ class TextData(NamedTuple):
 
 def read_text(run: TextRun) -> TextData:
     if run.data is not None and is_token_folder(run.data):
-        return _mapped(run.data, run.validation_bytes, run.tokenizer)
+        return mapped(run.data, run.validation_bytes, run.tokenizer)
     encoder = make_encoder(run.tokenizer)
     read = read_documents(run.data, max_bytes=run.max_bytes, text_field=run.text_field)
     training, held_out = split_documents(read.documents, fraction=run.validation_fraction)
@@ -121,7 +121,7 @@ def read_text(run: TextRun) -> TextData:
     )  # fmt: skip
 
 
-def _mapped(folder: str, validation_bytes: int, tokenizer: str | None) -> TextData:
+def mapped(folder: str, validation_bytes: int, tokenizer: str | None) -> TextData:
     opened = open_token_folder(folder)
     if tokenizer not in (None, made := opened.index.tokenizer):
         raise DataError(f"--tokenizer {tokenizer}: the shards in {folder} are of {made or 'bytes'}")
