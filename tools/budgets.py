@@ -41,9 +41,9 @@ FOLDERS = {
     "src/deltarule/nn": 8_910,
     "src/deltarule/models": 5_640,
     "src/deltarule/hf": 1_620,
-    "src/deltarule/parallel": 1_550,
-    "src/deltarule/train": 5_130,
-    "src/deltarule/tasks": 1_540,
+    "src/deltarule/parallel": 1_360,
+    "src/deltarule/train": 4_850,
+    "src/deltarule/tasks": 1_440,
     "experiments": 4_070,
     "bench": 3_210,
 }
