@@ -61,7 +61,7 @@ COMMANDS = {
         ".train.layer_view:plot_attention", "draw what the layers read and write"
     ),
     "doctor": Command(".doctor.command:diagnose", "are the shipped kernels right on this GPU?"),
-    "warmup": Command(".warm_up:warm_up", "compile kernels ahead of the first step"),
+    "warmup": Command(".lookup:warm_up", "compile kernels ahead of the first step"),
     "explain": Command(".lookup:explain_call", "which implementation would run, and why"),
     "plan": Command(".plan:plan", "how fast a step would be on so many GPUs"),
     "rules": Command(".lookup:rules", "print the table of rules", "name"),

@@ -1,15 +1,18 @@
-"""`deltarule rules` and `deltarule explain`: what there is, and which of it would run.
+"""`deltarule rules`, `explain` and `warmup`: what there is, which of it would run, compiled ahead.
 
 The table of published systems is here as text: what `deltarule rules` prints and docs/rules holds.
 """
 
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from deltarule.models import FAMILIES
+from deltarule.models.config import ModelConfig
+from deltarule.models.warmup import warmup_model
 from deltarule.nearest import nearest
 from deltarule.nn import MIXERS, SYSTEMS
 from deltarule.nn.checks import check_least
@@ -19,6 +22,7 @@ from deltarule.nn.rule import Rule, System
 from deltarule.ops import explain
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS
 from deltarule.ops.delta_rule.step import STEPS
+from deltarule.ops.warmup import warmup
 from deltarule.train.device import choose_device
 from deltarule.train.progress import for_screen
 
@@ -58,6 +62,40 @@ class ExplainRun:
 
 
 @dataclass(frozen=True)
+class WarmupRun:
+    """Compile the GPU kernels of a call, or of a model, ahead of the first step."""
+
+    config: Path | None = None
+    """JSON of a ModelConfig (config.json of a checkpoint); None takes the sizes below."""
+    erase: Literal["none", "tied", "free"] = "tied"
+    """Erase nothing, along the key, or along free vectors."""
+    decay: Literal["none", "head", "channel"] = "head"
+    """No decay, one for each head, or one for each key channel."""
+    n_steps: int = 1
+    """Writes for each token."""
+    batch: int = 1
+    """Batch rows, or packed sequences."""
+    tokens: int = 2048
+    """Tokens in each row."""
+    heads: int = 16
+    """Query and key heads."""
+    v_heads: int | None = None
+    """Value heads; None is as many as heads."""
+    head_k_dim: int = 128
+    """Channels of a query or key."""
+    head_v_dim: int = 128
+    """Channels of a value."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision of queries, keys and values."""
+    normalize_qk: bool = False
+    """Whether q and k are divided by their norm in the kernels."""
+    packed: bool = False
+    """Whether calls come with cu_seqlens."""
+    forward_only: bool = False
+    """Leave out the kernels of the backward."""
+
+
+@dataclass(frozen=True)
 class RulesRun:
     """Print the table of systems: what each paper decays, erases, writes, reads and minimises."""
 
@@ -92,6 +130,27 @@ def explain_call(run: ExplainRun) -> None:
     for explanation in explanations:
         runs = "runs" if explanation.runs else ""
         print(for_screen(f"{runs:<6}{explanation.impl:<11}{explanation.reason}"))
+
+
+def warm_up(run: WarmupRun) -> None:
+    try:
+        if run.config is not None:
+            config = ModelConfig.from_json(run.config.read_text())
+            found = warmup_model(
+                config, batch=run.batch, tokens=run.tokens, backward=not run.forward_only
+            )
+        else:
+            found = warmup(
+                heads=run.heads, v_heads=run.v_heads, head_k_dim=run.head_k_dim,
+                head_v_dim=run.head_v_dim, erase=run.erase, decay=run.decay, n_steps=run.n_steps,
+                dtype=getattr(torch, run.dtype), normalize_qk=run.normalize_qk, packed=run.packed,
+                backward=not run.forward_only, batch=run.batch, tokens=run.tokens,
+            )  # fmt: skip
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+    for kernel, seconds, cached in found.compiled:
+        print(f"{kernel:<32} {'in the cache' if cached else f'{seconds:.2f} s'}")
+    print(f"{len(found.compiled)} kernels ready in {found.seconds:.1f} s")
 
 
 def rules(run: RulesRun) -> None:

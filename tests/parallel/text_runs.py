@@ -68,18 +68,22 @@ class FaultyJob(TextJob):
         return loss, shown
 
 
+def trainer_of(run: TextRun, patience: int = 0, **fault: Any) -> Trainer:
+    """A run on a short text, to which something may happen."""
+    world = World(torch.device("cpu"), run.mesh)
+    corpus = encode_documents([b"some words and others " * 200])
+    given = run, corpus, corpus, world
+    return Trainer(
+        CausalLM(run.model.config()), FaultyJob(*given, **fault) if fault else TextJob(*given),
+        options=run.loop, optimizer_options=run.optimizer, folder=run.runs, world=world,
+        patience=patience,
+    )  # fmt: skip
+
+
 def with_fault(folder: str, fault: str, rank: int, row: int) -> dict[str, Any]:
     """How a run ends, and whether all of its weights are numbers still."""
     run = text_run(folder, steps=6, save_every=2, evaluate_every=0)
-    world = World(torch.device("cpu"), run.mesh)
-    corpus = encode_documents([b"some words and others " * 200])
-    model = CausalLM(run.model.config())
-    job = FaultyJob(run, corpus, corpus, world, fault=fault, rank=rank, row=row)
-    trainer = Trainer(
-        model, job, options=run.loop, optimizer_options=run.optimizer, folder=Path(folder),
-        world=world,
-    )  # fmt: skip
-    ended = ""
+    trainer, ended = trainer_of(run, fault=fault, rank=rank, row=row), ""
     try:
         trainer.run()
         trainer.checkpoints.wait()
@@ -88,30 +92,24 @@ def with_fault(folder: str, fault: str, rank: int, row: int) -> dict[str, Any]:
     finally:
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    finite = all(bool(torch.isfinite(p.to_local()).all()) for p in model.parameters())
+    weights = [p.to_local() for p in trainer.model.parameters()]
+    finite = all(bool(torch.isfinite(x).all()) for x in weights)
     return {"ended": ended, "finite": finite}
 
 
 def best_of(folder: str, values: list[float]) -> tuple[int, bool]:
     """The step whose model is taken after short evaluations of these values, and whether it is."""
     run = text_run(folder, steps=len(values), save_every=1, evaluate_every=1)
-    world = World(torch.device("cpu"), run.mesh)
-    corpus = encode_documents([b"some words and others " * 200])
-    model, kept, left = CausalLM(run.model.config()), {}, iter(values)
-    job = TextJob(run, corpus, corpus, world)
-    trainer = Trainer(
-        model, job, options=run.loop, optimizer_options=run.optimizer, folder=Path(folder),
-        world=world, patience=len(values),
-    )  # fmt: skip
+    trainer, kept, left = trainer_of(run, patience=len(values)), {}, iter(values)
 
     def evaluate(model: CausalLM) -> dict[str, float]:
         kept[trainer.step] = model.embedding.weight.to_local().detach().clone()
         return {"validation_bits_per_byte": next(left)}
 
-    job.evaluate = evaluate
+    trainer.job.evaluate = evaluate
     trainer.run()
     step = trainer.take_best()
-    return step, torch.equal(model.embedding.weight.to_local(), kept[step])
+    return step, torch.equal(trainer.model.embedding.weight.to_local(), kept[step])
 
 
 def with_bad_data(folder: str) -> str:

@@ -50,6 +50,11 @@ def config_of(mixer: str) -> ModelConfig:
     )  # fmt: skip
 
 
+def small(mixer: str, **fields: Any) -> ModelConfig:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_layers": 1, "num_heads": 2}
+    return ModelConfig(layer_types=mixer, **sizes | fields)
+
+
 @functools.cache
 def mesh_of(options: MeshOptions) -> DeviceMesh:
     """One for all tests: every group of gloo keeps threads of its own."""
@@ -271,12 +276,8 @@ def context_model(mixer: str, exchange: str, packed: bool, heads: int = 1) -> di
     tokens = 64
     # Documents that begin one and two tokens before the next process's first, and just there.
     offsets = [0, 5, 15, 23, 32, 46, 58, 64] if packed else None
-    alone = drawn(
-        ModelConfig(
-            vocab_size=97, hidden_size=32, num_layers=2, num_heads=2 * heads, layer_types=mixer,
-            window=9 if mixer == "sliding_window" else None,
-        )
-    )  # fmt: skip
+    window = 9 if mixer == "sliding_window" else None
+    alone = drawn(small(mixer, num_layers=2, num_heads=2 * heads, window=window))
     rows = 1 if packed else 2
     x, targets = torch.randint(97, (2, rows, tokens)).unbind()
     spans = None if offsets is None else torch.tensor(offsets)
@@ -313,12 +314,9 @@ def context_model(mixer: str, exchange: str, packed: bool, heads: int = 1) -> di
 
 def refused(mixer: str) -> str:
     """What a model says that cannot share a sequence out."""
-    config = ModelConfig(
-        vocab_size=97, hidden_size=32, num_layers=1, num_heads=2, layer_types=mixer
-    )  # fmt: skip
-    context = make_context(32)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
     try:
-        CausalLM(config).hidden(torch.zeros(1, 16, dtype=torch.int64), context=context)
+        CausalLM(small(mixer)).hidden(tokens, context=make_context(32))
     except ValueError as error:
         return str(error)
     return ""
@@ -327,10 +325,7 @@ def refused(mixer: str) -> str:
 def kept_after_a_step(mixer: str) -> int:
     """Values of a layer's call that are there after a step, with no help of a garbage collector."""
     torch.manual_seed(0)
-    model = CausalLM(
-        ModelConfig(vocab_size=97, hidden_size=32, num_layers=1, num_heads=2, layer_types=mixer)
-    )
-    context = make_context(24)
+    model, context = CausalLM(small(mixer)), make_context(24)
 
     def step() -> None:
         hidden, _ = model.hidden(context.part(torch.randint(97, (1, 24))), context=context)
