@@ -28,7 +28,7 @@ Figures = dict[str, Any]
 class Lessons(NamedTuple):
     """What a model trains on, how it is measured, by label, and what else a run tells."""
 
-    job: Job[Any]
+    job: Job
     measures: Mapping[str, Callable[[CausalLM], Figures]]
     told: Callable[[Trainer], Figures]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,16 +54,6 @@ class FileTokens:
         return tokens
 
 
-class Tokens(Protocol):
-    """An array of tokens in memory, or mapped from files."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-
-    def __getitem__(self, span: slice, /) -> NDArray[Any]:
-        """A part of one document."""
-
-
 @dataclass(frozen=True)
 class Corpus:
     """Documents end to end, each BEGIN and its bytes; i is tokens[bounds[i]:bounds[i+1]].
@@ -71,7 +61,8 @@ class Corpus:
     Of a tokenizer, each its first token and those of its text, which was `text_bytes` long.
     """
 
-    tokens: Tokens
+    tokens: Any
+    """An array in memory, or mapped from files, of which parts of one document are read."""
     bounds: Array
     text_bytes: int | None = None
 
@@ -106,10 +97,9 @@ def encode_documents(texts: Sequence[bytes | memoryview]) -> Corpus:
     """
     texts = [text for text in texts if text]
     bounds = np.cumsum([0, *(len(text) + 1 for text in texts)], dtype=np.int64)
-    tokens: Any = FileTokens(texts, bounds)
-    if not any(isinstance(text, memoryview) for text in texts):
-        tokens = tokens[:]
-    return Corpus(tokens, bounds)
+    tokens = FileTokens(texts, bounds)
+    mapped = any(isinstance(text, memoryview) for text in texts)
+    return Corpus(tokens if mapped else tokens[:], bounds)
 
 
 def cut(corpus: Corpus, length: int, rng: np.random.Generator | None = None) -> Spans:

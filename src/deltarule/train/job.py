@@ -1,9 +1,8 @@
 """What training is given: how long and where to train, a model of which sizes, and on what."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,10 +11,6 @@ from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.nn.checks import check_least
 from deltarule.nn.rule import QueryKeyNorm
-
-# Whether the figures of a short evaluation are good enough to end training.
-StopWhen = Callable[[dict[str, float]], bool]
-B = TypeVar("B")
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ class ModelOptions:
         return ModelConfig(vocab_size=vocab_size, **dataclasses.asdict(self))
 
 
-class Job(Protocol[B]):
+class Job(Protocol):
     """What a run trains on: batches, a loss, and the position to resume from."""
 
     batch_tokens: int
@@ -108,10 +103,10 @@ class Job(Protocol[B]):
     static: bool
     """Whether the tensors of all batches are of few shapes, and `loss` reads nothing else."""
 
-    def next(self) -> B:
+    def next(self) -> Any:
         """One of the `accumulate` parts of the next step's batch."""
 
-    def tensors(self, batch: B, device: torch.device) -> tuple[Tensor, ...]:
+    def tensors(self, batch: Any, device: torch.device) -> tuple[Tensor, ...]:
         """What `loss` reads of a batch, on the device."""
 
     def loss(self, model: CausalLM, *tensors: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from deltarule.train.checkpoint import (
     weights_and_moments,
 )
 from deltarule.train.device import choose_device
-from deltarule.train.job import Job, StopWhen
+from deltarule.train.job import Job
 from deltarule.train.job import LoopOptions as LoopOptions
 from deltarule.train.metrics import Best, Metrics, Sink
 from deltarule.train.optimizer import OptimizerOptions, learning_rate, make_optimizer
@@ -114,13 +114,13 @@ class Trainer:
     def __init__(
         self,
         model: CausalLM,
-        job: Job[Any],
+        job: Job,
         *,
         options: LoopOptions,
         optimizer_options: OptimizerOptions,
         folder: Path,
         resume: bool = False,
-        stop_when: StopWhen | None = None,
+        stop_when: Callable[[dict[str, float]], bool] | None = None,
         patience: int = 0,
         save_seconds: float = math.inf,
         began: float | None = None,

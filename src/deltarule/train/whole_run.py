@@ -27,7 +27,7 @@ def whole_run(
     command: str,
     default: str,
     config: ModelConfig,
-    job: Job[Any],
+    job: Job,
     describe: Callable[[Path], None],
     finish: Callable[[Trainer], None],
     *,
