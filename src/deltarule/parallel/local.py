@@ -93,11 +93,6 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
     return _Sum.apply(x, group, True, True)  # type: ignore[no-untyped-call]
 
 
-def gather_channels(x: Tensor, sizes: list[int], group: Group) -> Tensor:
-    """Return the last axes of all processes, of these sizes, end to end; all use them alike."""
-    return _GatherChannels.apply(x, sizes, group)  # type: ignore[no-untyped-call]
-
-
 class _Sum(torch.autograd.Function):
     """Sums what passes forwards, backwards, or both ways."""
 
@@ -116,19 +111,3 @@ def summed(x: Tensor, group: Group) -> Tensor:
     x = x.contiguous().clone()
     dist.all_reduce(x, group=group)
     return x
-
-
-class _GatherChannels(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: list[int], group: Group) -> Tensor:
-        ctx.sizes, ctx.rank = sizes, dist.get_rank(group)
-        # Equal sizes on the way: a process may have fewer channels than the others, or none.
-        padded = x.new_zeros(*x.shape[:-1], max(sizes))
-        padded[..., : x.shape[-1]] = x
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
-
-    @staticmethod
-    def backward(ctx: Any, d_whole: Tensor) -> tuple[Tensor, None, None]:
-        return d_whole.split(ctx.sizes, -1)[ctx.rank], None, None

@@ -6,7 +6,6 @@ own tokens; the loss sends three numbers a token:
     lse = log sum_ranks e^{lse_rank}        d logits = e^{logits - lse} - 1_target
 """
 
-import itertools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,23 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from deltarule.models import CausalLM
-from deltarule.parallel.local import Group, enter, gather_channels, leave
+from deltarule.parallel.local import Group, enter, leave
 
 
 class Vocabulary(NamedTuple):
-    """Which tokens this process has: from `first` on, as many as `sizes` says of its rank."""
+    """Which tokens this process has: those from `first` on that its part of the weights holds."""
 
+    mesh: DeviceMesh
     group: Group
-    sizes: list[int]
     first: int
 
 
 def split_vocabulary(model: CausalLM, mesh: DeviceMesh) -> dict[str, int]:
     """Split embedding and head of a model by tokens; return the axes, as `split_heads` does."""
-    share = -(-model.config.vocab_size // mesh.size())
-    starts = [min(rank * share, model.config.vocab_size) for rank in range(mesh.size() + 1)]
-    sizes = [b - a for a, b in itertools.pairwise(starts)]
-    vocabulary = Vocabulary(mesh.get_group(), sizes, starts[mesh.get_local_rank()])
+    # As a DTensor is split: the last parts are smaller, or empty.
+    first = -(-model.config.vocab_size // mesh.size()) * mesh.get_local_rank()
+    vocabulary = Vocabulary(mesh, mesh.get_group(), min(first, model.config.vocab_size))
     weights: dict[str, nn.Embedding | nn.Linear] = {"embedding.weight": model.embedding}
     if model.head is not None:
         weights["head.weight"] = model.head
@@ -61,7 +59,12 @@ def embed(model: CausalLM, vocabulary: Vocabulary, tokens: Tensor) -> Tensor:
 
 def logits(model: CausalLM, vocabulary: Vocabulary, x: Tensor) -> Tensor:
     """All logits on every process; the loss does without them."""
-    return gather_channels(own_logits(model, vocabulary, x), vocabulary.sizes, vocabulary.group)
+    own = own_logits(model, vocabulary, x)
+    whole = own.new_empty(*own.shape[:-1], model.config.vocab_size, device="meta")
+    return DTensor.from_local(
+        own, vocabulary.mesh, [Shard(own.ndim - 1)], run_check=False, shape=whole.shape,
+        stride=whole.stride(),
+    ).full_tensor()  # fmt: skip
 
 
 def own_logits(model: CausalLM, vocabulary: Vocabulary, x: Tensor) -> Tensor:
