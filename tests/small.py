@@ -71,5 +71,6 @@ def refused(
                 read()
             except ValueError as error:
                 found.append((name, str(error)))
+    file.write_text(json.dumps(whole))
     assert not any("\n" in said for _, said in found)
     return found

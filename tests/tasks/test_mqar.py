@@ -5,11 +5,8 @@ import pytest
 
 from deltarule.tasks.mqar import BLANK, NO_LABEL, Config, distinct, generate
 
-SMALL = Config()
-PAPER = Config(length=512, pairs=64, vocab_size=8192)
 
-
-@pytest.mark.parametrize("config", [SMALL, PAPER, Config(length=8, pairs=2, vocab_size=6)])
+@pytest.mark.parametrize("config", [Config(), Config(512, 64, 8192), Config(8, 2, 6)])
 def test_every_query_is_answered_by_the_value_that_followed_its_key(config):
     tokens, labels = generate(config, np.random.default_rng(0), rows=20)
     context = 2 * config.pairs

@@ -36,24 +36,17 @@ def texts(config, rows=20):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_rows_have_the_format_of_the_original(config):
-    for text in texts(config):
+def test_rows_have_the_format_of_the_original_and_labels_are_the_value_byte_for_byte(config):
+    tokens, labels = generate(config, np.random.default_rng(0), rows=20)
+    for text, row, answers in zip(texts(config), tokens, labels, strict=True):
         found = FORMAT.fullmatch(text)
         assert found["kind"] == config.value
         assert found["key"] in KEYS
-        assert found["value"] == found["again"]
         if config.value == "number":
             assert re.fullmatch(r"[1-9]\d{6}", found["value"])
         else:
             assert uuid.UUID(found["value"]).version == 4
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_the_labels_are_the_value_byte_for_byte(config):
-    tokens, labels = generate(config, np.random.default_rng(0), rows=20)
-    for text, row, answers in zip(texts(config), tokens, labels, strict=True):
-        value = FORMAT.fullmatch(text)["value"]
-        assert decode(answers[answers != NO_LABEL]) == value
+        assert decode(answers[answers != NO_LABEL]) == found["value"] == found["again"]
         assert row[0] == BEGIN
         assert (row[len(text) :] == BEGIN).all()
         assert len(text) <= config.length
@@ -82,12 +75,9 @@ def test_prose_is_sentences_in_their_order(split):
         assert len(text) > 1024 - 203
 
 
-def test_depths_are_forty_percentages():
+def test_no_sentence_is_in_both_parts_each_is_plain_and_depths_are_forty_percentages():
     assert len(DEPTHS) == 40
     assert DEPTHS[[0, 1, -1]].tolist() == [0, 3, 100]
-
-
-def test_no_sentence_is_in_both_parts_and_each_is_plain():
     training, validation = (read_prose(split) for split in ("training", "validation"))
     assert all(SENTENCE.fullmatch(s.encode()) for s in validation.sentences)
     assert len(" ".join(training.sentences)) == training.starts[-1] - 1 > 100_000
@@ -105,11 +95,8 @@ def test_every_byte_can_be_a_label():
 
 
 def test_any_is_each_of_both():
-    kinds = set()
-    for text in texts(Config("any", "any", length=1024), rows=40):
-        found = FORMAT.fullmatch(text)
-        kinds.add((NOISE in text, found["kind"]))
-    assert len(kinds) == 4
+    drawn = texts(Config("any", "any", length=1024), rows=40)
+    assert len({(NOISE in text, FORMAT.fullmatch(text)["kind"]) for text in drawn}) == 4
 
 
 def test_short_rows_leave_out_the_instructions():

@@ -78,12 +78,6 @@ def test_seek_continues_with_the_very_next_token(stop):
         assert all(torch.equal(x, y) for x, y in zip(batch, resumed.next(), strict=True))
 
 
-def test_seek_refuses_a_position_of_other_data():
-    rows = ShuffledRows(encode_documents([b"abc"]), length=2, row_tokens=2, seed=0)
-    with pytest.raises(ValueError, match="position"):
-        rows.seek({"epoch": 0, "piece": 9, "taken": 0})
-
-
 @pytest.mark.parametrize(("length", "row_tokens"), [(5, 12), (100, 12), (3, 1000)])
 def test_rows_in_order_hold_whole_pieces_and_every_byte(length, row_tokens):
     corpus = encode_documents([b"abcdefg" * 5, b"", b"z", b"0123456789"])
@@ -104,8 +98,12 @@ def test_row_starts_documents_with_begin():
     assert batch.cu_seqlens.tolist() == [0, 2, 4]
 
 
-def test_sizes_below_one_and_empty_corpora_are_refused():
+def test_sizes_below_one_empty_corpora_and_positions_of_other_data_are_refused():
     corpus = encode_documents([b"abc"])
+    with pytest.raises(ValueError, match="position"):
+        ShuffledRows(corpus, length=2, row_tokens=2, seed=0).seek(
+            {"epoch": 0, "piece": 9, "taken": 0}
+        )
     with pytest.raises(ValueError, match="length"):
         cut(corpus, 0)
     with pytest.raises(ValueError, match="row_tokens"):

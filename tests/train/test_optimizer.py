@@ -12,38 +12,34 @@ from deltarule.train.optimizer import OptimizerOptions, decays, learning_rate, m
 from small import small_model
 
 
+def rates(steps, **options):
+    return [learning_rate(step, steps, OptimizerOptions(**options)) for step in range(steps)]
+
+
 def test_learning_rate_warms_up_and_ends_at_the_ratio():
-    options = OptimizerOptions(lr=2.0, warmup_steps=4, min_lr_ratio=0.25)
-    rates = [learning_rate(step, 20, options) for step in range(20)]
-    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert all(a > b for a, b in pairwise(rates[3:]))
-    assert rates[-1] == pytest.approx(0.5)
-    assert rates[11] == pytest.approx(2.0 * (0.25 + 0.75 / 2))
+    found = rates(20, lr=2.0, warmup_steps=4, min_lr_ratio=0.25)
+    assert found[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert all(a > b for a, b in pairwise(found[3:]))
+    assert found[-1] == pytest.approx(0.5)
+    assert found[11] == pytest.approx(2.0 * (0.25 + 0.75 / 2))
+    # A run shorter than its warm-up still reaches the peak.
+    assert max(rates(20, lr=1.0, warmup_steps=100)) > 0.95
 
 
 def test_a_warm_up_may_start_above_zero():
-    """Paper 001: from 3e-5 to 3e-4."""
-    options = OptimizerOptions(lr=3e-4, warmup_steps=1000, start_lr_ratio=0.1, min_lr_ratio=0.1)
-    rates = [learning_rate(step, 10_000, options) for step in range(10_000)]
-    assert rates[0] == pytest.approx(3e-5, rel=0.01)
-    assert rates[999] == max(rates) == pytest.approx(3e-4)
-    steps = [b - a for a, b in pairwise(rates[:1000])]
+    """From 3e-5 to 3e-4."""
+    found = rates(10_000, lr=3e-4, warmup_steps=1000, start_lr_ratio=0.1, min_lr_ratio=0.1)
+    assert found[0] == pytest.approx(3e-5, rel=0.01)
+    assert found[999] == max(found) == pytest.approx(3e-4)
+    steps = [b - a for a, b in pairwise(found[:1000])]
     assert max(steps) == pytest.approx(min(steps))
-    assert rates[-1] == pytest.approx(3e-5)
-    with pytest.raises(ValueError, match="start_lr_ratio must be at most 1, got 2"):
-        OptimizerOptions(start_lr_ratio=2)
-
-
-def test_a_run_shorter_than_its_warmup_still_reaches_the_peak():
-    options = OptimizerOptions(lr=1.0, warmup_steps=100)
-    assert max(learning_rate(step, 20, options) for step in range(20)) > 0.95
+    assert found[-1] == pytest.approx(3e-5)
 
 
 def test_only_plain_matrices_decay():
     table = decays(small_model())
     decayed = {name for name, decay in table.items() if decay}
-    assert "blocks.0.mixer.q_proj.weight" in decayed
-    assert "blocks.0.mlp.down_proj.weight" in decayed
+    assert {"blocks.0.mixer.q_proj.weight", "blocks.0.mlp.down_proj.weight"} <= decayed
     for part in ("norm", "embedding", "a_proj", "b_proj", "A_log", "dt_bias", "bias"):
         assert not any(part in name for name in decayed)
     assert any("a_proj" in name for name in table)
@@ -89,7 +85,9 @@ def test_weight_decay_moves_decayed_tensors_only():
         torch.testing.assert_close(parameter.detach(), expected)
 
 
-SENSELESS = [{"lr": -1.0}, {"lr": float("nan")}, {"beta2": 1.0}, {"clip": -1}]
+SENSELESS = [
+    {"lr": -1.0}, {"lr": float("nan")}, {"beta2": 1.0}, {"clip": -1}, {"start_lr_ratio": 2},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", SENSELESS)
