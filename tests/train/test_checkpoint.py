@@ -57,14 +57,6 @@ def test_keep_is_by_step_and_saving_again_replaces(tmp_path):
         Checkpoints(tmp_path, keep=0)
 
 
-def test_without_its_marker_a_folder_is_no_checkpoint(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=3)
-    checkpoints.save(1, TENSORS, {})
-    checkpoints.save(2, TENSORS, {})
-    (tmp_path / "step-2" / MARKER).unlink()
-    assert checkpoints.newest().step == 1
-
-
 def rewrite_marker(folder, **fields):
     """As one would who knows how."""
     written = json.loads((folder / MARKER).read_text()) | fields
@@ -112,6 +104,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_alone_is_an_error(tmp_path, dam
     damage(tmp_path / "step-2")
     assert checkpoints.newest().step == 1
     assert "skipped a damaged checkpoint" in capsys.readouterr().out
+    # Without its marker a folder is no checkpoint.
+    (tmp_path / "step-2" / MARKER).unlink()
+    assert checkpoints.steps() == [1]
     damage(tmp_path / "step-1")
     with pytest.raises(CheckpointError, match="step-1"):
         checkpoints.newest()
@@ -166,30 +161,25 @@ def test_a_pickle_with_the_right_hash_is_refused_and_never_run(tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-def test_shards_are_read_without_a_pickle(tmp_path):
+def test_shards_are_read_without_a_pickle_and_those_of_another_model_named_in_one_line(tmp_path):
     """Not the metadata that PyTorch would read, nor a shard that is one."""
-    content, shard = pickle.dumps(Trap(tmp_path / "sprung")), "shard-00001-model-00001-of-00001"
+    shard = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    content = pickle.dumps(Trap(tmp_path / "sprung"))
     (tmp_path / ".metadata").write_bytes(content)
-    save_file(TENSORS, tmp_path / f"{shard}.safetensors")
+    save_file(TENSORS, shard)
     found = {"w": torch.zeros(2, 3)}
     read_shards(tmp_path, found)
     assert torch.equal(found["w"], TENSORS["w"])
-    (tmp_path / f"{shard}.safetensors").write_bytes(content)
+    for wanted, message in (({"w": torch.zeros(3, 3)}, "Size"), ({"v": torch.zeros(1)}, "v")):
+        with pytest.raises(CheckpointError) as caught:
+            read_shards(tmp_path, wanted)
+        (line,) = str(caught.value).splitlines()
+        assert line.startswith(f"{tmp_path}: not a checkpoint of this model: ")
+        assert message in line.partition("model: ")[2]
+    shard.write_bytes(content)
     with pytest.raises(CheckpointError, match="not a checkpoint of this model"):
         read_shards(tmp_path, found)
     assert not (tmp_path / "sprung").exists()
-
-
-@pytest.mark.parametrize(
-    ("wanted", "message"), [({"w": torch.zeros(3, 3)}, "Size"), ({"v": torch.zeros(1)}, "v")]
-)
-def test_shards_of_another_model_are_named_in_one_line(wanted, message, tmp_path):
-    save_file(TENSORS, tmp_path / "shard-00001-model-00001-of-00001.safetensors")
-    with pytest.raises(CheckpointError) as caught:
-        read_shards(tmp_path, wanted)
-    (line,) = str(caught.value).splitlines()
-    assert line.startswith(f"{tmp_path}: not a checkpoint of this model: ")
-    assert message in line.partition("model: ")[2]
 
 
 def content(step: int) -> dict[str, torch.Tensor]:

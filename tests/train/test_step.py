@@ -94,9 +94,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     factor.fill_(1.0)
     assert step([rows(1)]).isfinite().all()
     assert not torch.equal(model.norm.weight, before[0]["norm.weight"])
-
-
-def test_an_optimizer_that_cannot_skip_a_step_is_refused():
+    # An optimizer that cannot skip a step is refused.
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], foreach=True)
     with pytest.raises(ValueError, match="fused=True"):
         TrainingStep(torch.sum, optimizer)
@@ -127,8 +125,14 @@ def test_frozen_weights_that_were_laid_elsewhere_need_another_graph(monkeypatch)
     assert known[1] == [module.weight.data_ptr() for module in frozen]
 
 
+def packed(index):
+    """A row of documents whose offsets change."""
+    cuts = [0, 7 + index, 7 + index, 40 - index, 65, 65]
+    return [rows(index, device="cuda").reshape(1, -1), torch.tensor(cuts, device="cuda")]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [0, 1, 2], ids=["packed", "one", "two"])
 @pytest.mark.parametrize("name", ["gated_deltanet", "attention", ("kda", "sliding_window")])
 def test_graphs_have_the_bits_of_eager_steps(name, parts):
     models = [built("cuda", name) for _ in range(2)]
@@ -139,25 +143,11 @@ def test_graphs_have_the_bits_of_eager_steps(name, parts):
         told = []
         for index in range(WARM_UP + 5):
             set_rate(optimizer, 1e-2 / (index + 1))
+            given = [[rows(index, part, "cuda")] for part in range(parts)] or [packed(index)]
             with torch.autocast("cuda", torch.bfloat16):
-                told.append(step(*([rows(index, part, "cuda")] for part in range(parts))))
+                told.append(step(*given))
         assert len(step.captured) == int(graphs)
         reports.append(torch.stack(told))
     assert torch.equal(*reports)
-    pairs = zip(*(model.parameters() for model in models), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-@pytest.mark.gpu
-def test_one_graph_serves_packed_rows_of_changing_offsets():
-    models = [built("cuda") for _ in range(2)]
-    for model, graphs in zip(models, (False, True), strict=True):
-        optimizer = make_optimizer(model, OptimizerOptions(lr=1e-2))
-        step = TrainingStep(loss_of(model), optimizer, clip=CLIP, cuda_graphs=graphs)
-        for index in range(WARM_UP + 5):
-            tokens = rows(index, device="cuda").reshape(1, -1)
-            cuts = [0, 7 + index, 7 + index, 40 - index, 65, 65]
-            step([tokens, torch.tensor(cuts, device="cuda")])
-        assert len(step.captured) == int(graphs)
     pairs = zip(*(model.parameters() for model in models), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)

@@ -9,7 +9,6 @@ import shutil
 import time
 
 import pytest
-import torch
 
 from deltarule.models import CausalLM
 from deltarule.train.documents import DataError
@@ -43,15 +42,12 @@ def folder(run):
     return train_text(run)
 
 
-def test_the_folder_holds_all_that_was_promised(folder):
+def test_the_folder_holds_all_that_was_promised_and_what_was_learned(folder):
     for name in ("model.safetensors", "config.json", "run.json", "metrics.jsonl"):
         assert (folder / name).stat().st_size > 0
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "checkpoints" / "step-60" / "COMPLETE").is_file()
     assert json.loads((folder / "run.json").read_text())["configuration"]["length"] == 32
-
-
-def test_it_learns_and_reports_both_lengths_and_both_compressors(folder):
     last = read_metrics(folder / "metrics.jsonl")[-1]
     assert last["final_length_32_bits_per_byte"] < 4.0
     assert last["final_length_128_bits_per_byte"] < 4.0
@@ -60,11 +56,9 @@ def test_it_learns_and_reports_both_lengths_and_both_compressors(folder):
 
 
 def test_the_saved_model_is_the_trained_one(folder, run):
-    model = CausalLM.load(folder)
-    resumed = dataclasses.replace(run, name=folder.name, resume=True)
-    assert train_text(resumed) == folder
-    again = CausalLM.load(folder).state_dict()
-    assert all(torch.equal(x, again[name]) for name, x in model.state_dict().items())
+    straight = (folder / "model.safetensors").read_bytes()
+    assert train_text(dataclasses.replace(run, name=folder.name, resume=True)) == folder
+    assert (folder / "model.safetensors").read_bytes() == straight
 
 
 def test_a_run_stopped_half_way_resumes_to_the_same_model(folder, run, monkeypatch):
@@ -73,15 +67,6 @@ def test_a_run_stopped_half_way_resumes_to_the_same_model(folder, run, monkeypat
     train_text(dataclasses.replace(half, resume=True))
     straight = (folder / "model.safetensors").read_bytes()
     assert (run.runs / "half" / "model.safetensors").read_bytes() == straight
-
-
-def test_generate_prints_the_prompt_and_more(folder, capsys):
-    generate_text(GenerateRun(folder, prompt="99 b", max_new_tokens=12, temperature=0.0))
-    printed = capsys.readouterr().out
-    assert printed.startswith("99 b")
-    assert len(printed) > 10
-    generate_text(GenerateRun(folder, prompt="99 b", max_new_tokens=12, temperature=0.0))
-    assert capsys.readouterr().out == printed
 
 
 def test_generate_takes_prompts_from_anywhere(folder, tmp_path, capsys, monkeypatch):
@@ -93,6 +78,8 @@ def test_generate_takes_prompts_from_anywhere(folder, tmp_path, capsys, monkeypa
         return capsys.readouterr().out
 
     one, two = written(prompt="99 b"), written(prompt="on")
+    assert one.startswith("99 b")
+    assert len(one) > 8
     file = tmp_path / "prompts.txt"
     file.write_text("99 b\non\n")
     assert written(prompt_file=str(file), lines=True) == f"--- 1\n{one}--- 2\n{two}"
@@ -223,17 +210,13 @@ def test_more_steps_go_on_from_the_end(folder, run, capsys):
     assert "steps 20 -> 40" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "options", [{"validation_fraction": 1e-6}, {"validation_fraction": 0.9999999}]
-)
-def test_nothing_to_validate_on_is_said_before_training(run, tmp_path, options):
-    (tmp_path / "x.txt").write_text("".join(LINES))
-    small = dataclasses.replace(run, data=str(tmp_path / "x.txt"), runs=tmp_path, **options)
-    with pytest.raises(DataError, match=r"--validation-fraction .* leaves nothing to"):
-        train_text(small)
-
-
-def test_a_validation_set_of_three_bytes_is_enough(run, tmp_path):
+def test_three_bytes_are_enough_to_validate_on_and_none_is_said_before_training(run, tmp_path):
+    data = tmp_path / "x.txt"
+    data.write_text("".join(LINES))
+    for fraction in (1e-6, 0.9999999):
+        none = dataclasses.replace(run, data=str(data), runs=tmp_path, validation_fraction=fraction)
+        with pytest.raises(DataError, match=r"--validation-fraction .* leaves nothing to"):
+            train_text(none)
     loop = LoopOptions(steps=1, evaluate_every=1)
     train_text(dataclasses.replace(run, runs=tmp_path, validation_bytes=3, loop=loop))
 

@@ -64,12 +64,6 @@ def test_every_document_is_there_once_in_order(source, tmp_path, capsys):
     assert "step" not in said
 
 
-def test_one_document_is_counted_as_one(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("line\n" * 1000)
-    write_data(DataRun(tmp_path / "a.txt", tmp_path / "tokens"))
-    assert "training   1 document, " in capsys.readouterr().out
-
-
 def test_rows_are_those_of_memory_from_any_position(source, tmp_path):
     out = tmp_path / "tokens"
     write_data(DataRun(source, out, shard_tokens=700))
@@ -135,9 +129,11 @@ def test_blocks_end_with_lines_and_are_the_text(monkeypatch):
     assert max(map(len, cut)) == 10
 
 
-def test_a_long_file_is_several_documents(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_shards, "LONGEST_BYTES", 1000)
+def test_a_file_is_one_document_and_a_long_one_several(tmp_path, monkeypatch, capsys):
     (tmp_path / "long.txt").write_text("a line of thirty characters...\n" * 200)
+    write_data(DataRun(tmp_path / "long.txt", tmp_path / "one"))
+    assert "training   1 document, " in capsys.readouterr().out
+    monkeypatch.setattr(token_shards, "LONGEST_BYTES", 1000)
     write_data(DataRun(tmp_path / "long.txt", tmp_path / "tokens"))
     documents = texts(open_token_folder(tmp_path / "tokens").training)
     assert len(documents) > 4
