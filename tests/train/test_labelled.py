@@ -60,6 +60,10 @@ def test_scores_count_labels_rows_and_prefixes():
     assert figures["sequence_accuracy"] == pytest.approx(1 / 3)
     shares = [[1, 2 / 3], [2, 1 / 3], [3, 1 / 3], [4, 0.0]]
     assert figures["prefixes"] == [[n, pytest.approx(share)] for n, share in shares]
+    # A task may score in its own way.
+    task = SimpleNamespace(measure=lambda config, batch, guesses: {"accuracy": config, "other": 2})
+    own = measure(Echo(), task, 0.5, batch, prefixes=(1, 2, 3, 4))
+    assert own == figures | {"accuracy": 0.5, "other": 2}
 
 
 def test_columns_after_the_last_label_are_read_to_the_end_of_a_block():
@@ -67,14 +71,6 @@ def test_columns_after_the_last_label_are_read_to_the_end_of_a_block():
     labels[0, 70] = 1
     read, places, answers = read_of(Batch(labels, labels), torch.device("cpu"))
     assert (read.shape, places.tolist(), answers.tolist()) == ((1, 128), [70], [1])
-
-
-def test_a_task_may_score_in_its_own_way():
-    task = SimpleNamespace(measure=lambda config, batch, guesses: {"accuracy": config, "other": 2})
-    batch = Batch(np.array([[1]]), np.array([[2]]))
-    assert measure(Echo(), task, 0.5, batch) == {
-        "accuracy": 0.5, "sequence_accuracy": 1.0, "other": 2
-    }  # fmt: skip
 
 
 def test_rows_drawn_in_chunks_keep_what_a_task_adds_to_them():
@@ -113,14 +109,9 @@ def test_drawing_ahead_changes_no_row(options):
     assert all(same(a, b) for a, b in batches)
     ahead.seek({"drawn": 2})
     assert same(ahead.next(), batches[2][0])
-
-
-def test_drawing_ahead_passes_errors_on():
-    def fail(index):
-        raise RuntimeError(f"batch {index}")
-
-    with pytest.raises(RuntimeError, match="batch 5"):
-        DrawnAhead(fail)(5)
+    # Errors are passed on.
+    with pytest.raises(ZeroDivisionError):
+        DrawnAhead(lambda index: index / 0)(5)
 
 
 def test_a_curriculum_grows_by_one_for_each_loss_below_the_threshold():

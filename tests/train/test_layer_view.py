@@ -10,14 +10,7 @@ from deltarule.nn import State
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import OPERATORS
 from deltarule.nn.layout import make_layout
-from deltarule.train.layer_view import (
-    LayerView,
-    layer_views,
-    of_rule,
-    of_scan,
-    of_slots,
-    state_strengths,
-)
+from deltarule.train.layer_view import layer_views, of_rule, of_scan, of_slots, state_strengths
 from nn.layers import LINEAR, inputs, make
 from small import small_model
 from tolerance import relative_rms
@@ -77,18 +70,14 @@ def test_matrix_of_a_scan_is_a_mean_over_value_channels(name):
 
 
 @torch.no_grad()
-def test_strengths_of_retnet_are_its_constant():
-    """g of head 1 is 1 - 2^-6: that share is lost at every token but the first."""
+def test_strengths_by_hand():
+    """RetNet loses at every token but the first the share that g of head 1, 1 - 2^-6, leaves;
+    Gated DeltaNet the shares from the recurrence of one head.
+    """
     layer = make("retnet", DOUBLE)
     _, _, write, erase = of_rule(layer, call_of(layer), 1)
-    assert write[0] == 1
-    assert erase[0] == 0
+    assert (write[0], erase[0]) == (1, 0)
     assert relative_rms(erase[1:], torch.full((T - 1,), 2.0**-6, dtype=DOUBLE)) <= 1e-12
-
-
-@torch.no_grad()
-def test_strengths_by_hand():
-    """Gated DeltaNet: the same shares from the recurrence of one head."""
     layer = make("gated_deltanet", DOUBLE)
     arguments = layer.rule.arguments(layer.project(call_of(layer)))
     write, erase = state_strengths(arguments, "delta_rule", 1, 2)
@@ -114,16 +103,11 @@ def test_strengths_of_several_writes_a_token():
     assert write[0] == 1
 
 
-def views(*layer_types: str, head: int = 0) -> list[LayerView]:
-    model = small_model(*layer_types, hidden_size=32, num_heads=2, window=3)
-    return layer_views(model, [256, 104, 101, 108, 108, 111], head)
-
-
-def test_views_of_a_mixed_model():
-    found = views("deltanet", "attention", "mamba1", "sliding_window", "gsa", "s4", "rwkv7", head=9)
-    assert [(view.index, view.name) for view in found] == list(
-        enumerate(["deltanet", "attention", "mamba1", "sliding_window", "gsa", "s4", "rwkv7"])
-    )
+def test_views_of_a_mixed_model_but_for_layers_that_are_not_linear_in_their_values():
+    names = ["deltanet", "attention", "mamba1", "sliding_window", "gsa", "s4", "rwkv7"]
+    model = small_model("ttt_mlp", *names, hidden_size=32, num_heads=2, window=3)
+    found = layer_views(model, [256, 104, 101, 108, 108, 111], 9)
+    assert [(view.index, view.name) for view in found] == list(enumerate(names, 1))
     by_name = {view.name: view for view in found}
     for view in found:
         assert view.reading.matrix.shape == (6, 6)
@@ -134,7 +118,3 @@ def test_views_of_a_mixed_model():
     window = by_name["sliding_window"].reading.matrix
     assert (window.tril(-3) == 0).all()
     assert (window.tril(-2).diagonal(-2) > 0).all()
-
-
-def test_layers_that_are_not_linear_in_their_values_have_no_view():
-    assert [view.index for view in views("ttt_mlp", "deltanet")] == [1]

@@ -12,17 +12,13 @@ from deltarule.train.mqar import MODEL, MqarRun, mqar_job, train_mqar
 from deltarule.train.optimizer import OptimizerOptions
 
 
-def small(tmp_path, **options):
-    defaults = {
-        "runs": tmp_path,
-        "model": dataclasses.replace(MODEL, hidden_size=16),
-        "batch_rows": 32,
-        "evaluation_rows": 40,
-        "task": Config(length=8, pairs=2, vocab_size=8),
-        "optimizer": OptimizerOptions(lr=2e-2, warmup_steps=10),
-        "loop": LoopOptions(steps=300, save_every=200, evaluate_every=100),
-    }
-    return MqarRun(**{**defaults, **options})
+def small(tmp_path, **model):
+    return MqarRun(
+        runs=tmp_path, model=dataclasses.replace(MODEL, hidden_size=16, **model), batch_rows=32,
+        evaluation_rows=40, task=Config(length=8, pairs=2, vocab_size=8),
+        optimizer=OptimizerOptions(lr=2e-2, warmup_steps=10),
+        loop=LoopOptions(steps=300, save_every=200, evaluate_every=100),
+    )  # fmt: skip
 
 
 def test_a_small_task_is_learned_shown_and_drawn(tmp_path, capsys):
@@ -37,21 +33,13 @@ def test_a_small_task_is_learned_shown_and_drawn(tmp_path, capsys):
     assert train_mqar(dataclasses.replace(run, resume=True)) == accuracy
 
 
-def test_rows_of_evaluation_are_never_rows_of_training(tmp_path):
-    job = mqar_job(small(tmp_path))
-    first = job.next()
-    assert not (first.tokens == job.draw(2**40).tokens).all()
-    assert not (first.tokens == job.next().tokens).all()
-    job.seek({"drawn": 0})
-    assert (job.next().tokens == first.tokens).all()
-
-
-CPU = torch.device("cpu")
-
-
-def test_the_loss_is_at_the_queries_only(tmp_path):
+def test_rows_of_evaluation_are_never_rows_of_training_and_the_loss_is_at_the_queries(tmp_path):
     job = mqar_job(small(tmp_path))
     tokens, labels = job.next()
+    assert not (tokens == job.draw(2**40).tokens).all()
+    assert not (tokens == job.next().tokens).all()
+    job.seek({"drawn": 0})
+    assert (job.next().tokens == tokens).all()
 
     class Oracle:
         embedding = torch.nn.Embedding(8, 1)
@@ -64,12 +52,13 @@ def test_the_loss_is_at_the_queries_only(tmp_path):
             assert x.shape == (32 * 2, 8)
             return x
 
-    loss, accuracy = job.loss(Oracle(), *job.tensors((tokens, labels), CPU))
+    read = job.tensors((tokens, labels), torch.device("cpu"))
+    loss, accuracy = job.loss(Oracle(), *read)
     assert loss.item() < 1e-6
     assert accuracy.item() == 1.0
 
 
 def test_an_unknown_layer_is_named(tmp_path):
     with pytest.raises(ValueError, match="delta_nett"):
-        train_mqar(small(tmp_path, model=dataclasses.replace(MODEL, layer_types=("delta_nett",))))
+        train_mqar(small(tmp_path, layer_types=("delta_nett",)))
     assert not list(tmp_path.iterdir())
