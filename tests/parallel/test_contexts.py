@@ -13,17 +13,16 @@ from deltarule.nn import MIXERS
 BAR = 1e-12
 
 
-@pytest.mark.parametrize("exchange", ["gather", "scan"])
-def test_operators_over_two(two: Processes, exchange: str) -> None:
-    for cases in two("contexts.operator_cases", exchange=exchange, bounds=[0, 22, 53]):
-        assert max(error for _, error in cases) < BAR, cases
+OVER_FOUR = [pytest.param("four", x, marks=pytest.mark.distributed) for x in (None, [0, 1, 30, 31])]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("exchange", ["gather", "scan"])
-@pytest.mark.parametrize("bounds", [None, [0, 1, 30, 31, 53]])
-def test_operators_over_four(four: Processes, exchange: str, bounds: list[int] | None) -> None:
-    for cases in four("contexts.operator_cases", exchange=exchange, bounds=bounds):
+@pytest.mark.parametrize(("count", "bounds"), [("two", [0, 22]), *OVER_FOUR])
+def test_operators(
+    request: pytest.FixtureRequest, exchange: str, count: str, bounds: list[int] | None
+) -> None:
+    processes, bounds = request.getfixturevalue(count), bounds and [*bounds, 53]
+    for cases in processes("contexts.operator_cases", exchange=exchange, bounds=bounds):
         assert max(error for _, error in cases) < BAR, cases
 
 
@@ -36,8 +35,7 @@ KINDS = [
 NOT_LINEAR = [name for name, mixer in MIXERS.items() if not mixer.linear_state]
 
 
-def check_model(processes: Processes, mixer: str, exchange: str, packed: bool, heads: int) -> None:
-    options = {"mixer": mixer, "exchange": exchange, "packed": packed, "heads": heads}
+def check_model(processes: Processes, **options: object) -> None:
     for errors in processes("whole_models.context_model", **options):
         assert max(errors.values()) < 1e-10, errors
 
@@ -45,7 +43,7 @@ def check_model(processes: Processes, mixer: str, exchange: str, packed: bool, h
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("mixer", KINDS)
 def test_models_over_two(two: Processes, mixer: str, packed: bool) -> None:
-    check_model(two, mixer, "gather", packed, 1)
+    check_model(two, mixer=mixer, exchange="gather", packed=packed, heads=1)
 
 
 def test_layers_that_are_not_linear_name_themselves(two: Processes) -> None:
@@ -127,4 +125,4 @@ def test_the_transition_is_what_a_state_is_multiplied_by() -> None:
 def test_models_over_four(
     four: Processes, mixer: str, exchange: str, packed: bool, heads: int
 ) -> None:
-    check_model(four, mixer, exchange, packed, heads)
+    check_model(four, mixer=mixer, exchange=exchange, packed=packed, heads=heads)

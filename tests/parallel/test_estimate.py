@@ -16,6 +16,7 @@ from deltarule.plan import PlanRun, plan
 FIGURES = Path(__file__).parents[2] / "docs/figures/several_gpus_h200.json"
 MEASURED = json.loads(FIGURES.read_text())
 GPU = "h200" if "H200" in MEASURED["machine"] else "h100"
+SIZE = Size(*(MEASURED["config"][name] for name in ("num_layers", "hidden_size", "vocab_size")))
 # Rows of the cases in that file, as divisions; batch is the tokens of all groups.
 SHARDED, CONTEXT = (Division(shard=2, rows=8), 4096, 65_536), (Division(context=2), 65_536, 65_536)
 CASES = {
@@ -38,9 +39,7 @@ def test_every_measured_run_is_compared() -> None:
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_seconds_and_memory_are_those_measured(case: str) -> None:
-    config, found = MEASURED["config"], MEASURED["cases"][case]
-    size = Size(config["num_layers"], config["hidden_size"], config["vocab_size"])
-    step = estimate(size, MACHINES[GPU], *CASES[case])
+    found, step = MEASURED["cases"][case], estimate(SIZE, MACHINES[GPU], *CASES[case])
     assert step is not None
     assert abs(1e3 * step.seconds / found["step_ms"] - 1) < BAR
     assert abs(step.memory / 2**30 / found["peak_gib"] - 1) < BAR
@@ -58,14 +57,11 @@ def test_the_page_has_the_raw_figures() -> None:
 @pytest.mark.parametrize(("memory", "keeps"), [(141e9, True), (80e9, False)])
 def test_weights_stay_gathered_where_there_is_room(memory: float, keeps: bool) -> None:
     # Kept, 8 rows took 82.3 GiB on two H200s, of 131 there are.
-    config, found = MEASURED["config"], MEASURED["cases"]["sharded, weights kept"]
-    size = Size(config["num_layers"], config["hidden_size"], config["vocab_size"])
+    found = MEASURED["cases"]["sharded, weights kept"]
     tokens = found["rows"] * found["tokens"]
     for each in (2, 4):
-        assert (
-            room_to_keep(size, found["parameters"], Division(shard=2), tokens, memory, each)
-            == keeps
-        )
+        given = found["parameters"], Division(shard=2), tokens, memory, each
+        assert room_to_keep(SIZE, *given) == keeps
 
 
 def test_the_fastest_comes_first_and_fits() -> None:
@@ -76,15 +72,11 @@ def test_the_fastest_comes_first_and_fits() -> None:
     assert all(step.memory < machine.memory and step.division.gpus == 64 for step in found)
 
 
-def test_a_context_alone_holds_a_long_row() -> None:
-    found = best(size_of(7e9), MACHINES["h200"], 64, 2**20, 2**24)
-    assert all(step.division.context > 1 for step in found)
-
-
-def test_more_gpus_are_faster() -> None:
+def test_more_gpus_are_faster_and_a_context_alone_holds_a_long_row() -> None:
     size, machine = size_of(7e9), MACHINES["h200"]
     seconds = [best(size, machine, gpus, 8192, 4e6)[0].seconds for gpus in (8, 64, 512)]
     assert seconds == sorted(seconds, reverse=True)
+    assert all(step.division.context > 1 for step in best(size, machine, 64, 2**20, 2**24))
 
 
 def test_the_figure_is_what_the_plan_says_now(tmp_path: Path) -> None:

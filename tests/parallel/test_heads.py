@@ -1,5 +1,7 @@
 """Heads, channels and vocabulary over processes: what one process computes."""
 
+from typing import Any
+
 import pytest
 from processes import Processes
 from whole_models import config_of
@@ -10,31 +12,23 @@ from deltarule.parallel.heads import local_block
 
 # A layer of each kind: grouped heads, token shift, products and norms over heads, constants, steps.
 KINDS = [
-    "gated_deltanet",
-    "rwkv7",
-    "mamba1",
-    "mamba2",
-    "retnet",
-    "gated_delta_product",
-    "attention",
+    "gated_deltanet", "rwkv7", "mamba1", "mamba2", "retnet", "gated_delta_product", "attention",
     "experts",
-]
-BAR = 1e-10
+]  # fmt: skip
+OF_ALL = [name for name in MIXERS if not MIXERS[name].heads_alone]
 
 
-def check(processes: Processes, mixer: str, tensor: int) -> None:
-    for errors in processes("whole_models.heads_and_shards", mixer=mixer, tensor=tensor):
-        assert max(errors.values()) < BAR, errors
+def check(processes: Processes, run: str = "heads_and_shards", **given: Any) -> None:
+    for errors in processes(f"whole_models.{run}", **given):
+        assert max(errors.values()) < 1e-10, errors
 
 
-@pytest.mark.parametrize("mixer", KINDS)
-def test_heads_over_two(two: Processes, mixer: str) -> None:
-    check(two, mixer, 2)
-
-
-@pytest.mark.parametrize("mixer", ["gated_deltanet", "rwkv7"])
-def test_shards_over_two(two: Processes, mixer: str) -> None:
-    check(two, mixer, 1)
+@pytest.mark.parametrize(
+    ("mixer", "tensor"),
+    [*((mixer, 2) for mixer in KINDS), ("gated_deltanet", 1), ("rwkv7", 1)],
+)
+def test_heads_and_shards_over_two(two: Processes, mixer: str, tensor: int) -> None:
+    check(two, mixer=mixer, tensor=tensor)
 
 
 def test_experts_are_sharded_and_what_chooses_them_is_exact(two: Processes) -> None:
@@ -51,8 +45,7 @@ def test_gradients_in_16_bits_are_summed_in_32(two: Processes) -> None:
 
 
 def test_what_the_backward_computes_again_is_split_too(two: Processes) -> None:
-    for errors in two("whole_models.heads_recomputed", mixer="gated_deltanet", tensor=2):
-        assert max(errors.values()) < BAR, errors
+    check(two, "heads_recomputed", mixer="gated_deltanet", tensor=2)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +57,7 @@ def test_sizes_that_do_not_divide_are_named(two: Processes, name: str, fields: d
         assert message.startswith(f"{name} cannot be split over 2 processes")
 
 
-@pytest.mark.parametrize("mixer", [name for name in MIXERS if not MIXERS[name].heads_alone])
+@pytest.mark.parametrize("mixer", OF_ALL)
 def test_layers_whose_heads_read_each_other_name_themselves(mixer: str) -> None:
     model = CausalLM(config_of(mixer))
     with pytest.raises(ValueError, match=f"{mixer} cannot be split over 2 processes, each of"):
@@ -75,5 +68,5 @@ def test_layers_whose_heads_read_each_other_name_themselves(mixer: str) -> None:
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("mixer", [*MIXERS, "experts"])
 def test_four(four: Processes, mixer: str, tensor: int) -> None:
-    if tensor == 1 or mixer not in MIXERS or MIXERS[mixer].heads_alone:
-        check(four, mixer, tensor)
+    if tensor == 1 or mixer not in OF_ALL:
+        check(four, mixer=mixer, tensor=tensor)
