@@ -34,24 +34,20 @@ def test_a_place_that_is_none_is_named(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_write_is_synced_before_it_is_moved(tmp_path, monkeypatch):
-    events = []
-    fsync, replace = os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: events.append("sync") or fsync(fd))
-    monkeypatch.setattr(
-        Path, "replace", lambda self, to: events.append("move") or replace(self, to)
-    )
-    write_atomically(tmp_path / "file", lambda aside: aside.write_text("new"))
-    assert events[:2] == ["sync", "move"]
-
-
-def test_a_second_writer_spoils_nothing(tmp_path):
-    path = tmp_path / "file"
+def test_a_write_is_synced_before_it_is_moved_and_a_second_writer_spoils_nothing(
+    tmp_path, monkeypatch
+):
+    path, events = tmp_path / "file", []
 
     def write(aside):
         aside.write_text("first")
         write_atomically(path, lambda other: other.write_text("second"))
         assert path.read_text() == "second"
+        events.clear()
 
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append("sync") or fsync(fd))
+    monkeypatch.setattr(Path, "replace", lambda *paths: events.append("move") or replace(*paths))
     write_atomically(path, write)
+    assert events[:2] == ["sync", "move"]
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "first")]

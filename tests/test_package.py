@@ -65,48 +65,34 @@ assert "recurrence" in dir(sys.modules["torch"].ops.deltarule)
     python(code)
 
 
-def test_operators_run_without_any_extra():
+def test_operators_run_and_layers_and_models_import_without_any_extra():
     code = """
 import torch
 from deltarule import delta_rule
 q, k, v = torch.randn(3, 1, 5, 2, 4).unbind()
 out = delta_rule(q, k, v, beta=torch.rand(1, 5, 2), normalize_qk=True)
 assert out.o.shape == (1, 5, 2, 4) and out.o.isfinite().all()
+import deltarule.nn, deltarule.models, deltarule.train, deltarule.cli
 """
     python(WITHOUT_EXTRAS + code)
 
 
-def test_layers_and_models_import_without_any_extra():
-    modules = ("nn", "models", "train", "cli")
-    python(WITHOUT_EXTRAS + "".join(f"import deltarule.{module}\n" for module in modules))
-
-
-def test_version_is_that_of_the_installed_package():
+def test_version_names_and_type_information_are_those_of_the_installed_package():
     assert deltarule.__version__ == importlib.metadata.version("deltarule")
     assert deltarule.__version__ == project()["version"]
-
-
-def test_type_information_is_installed():
     assert (Path(deltarule.__file__).parent / "py.typed").exists()
-
-
-def test_all_names_exist():
     assert sorted(deltarule.__all__) == deltarule.__all__
     assert all(hasattr(deltarule, name) for name in deltarule.__all__)
 
 
-def test_constraints_hold_what_the_project_asks_for():
-    pinned = constraints()
+def test_constraints_hold_what_the_project_asks_for_and_every_installed_dependency():
+    """What is installed for the tests, and all that it asks for, has one version each."""
+    pinned, seen, queue = constraints(), set(), []
     assert pinned["torch"] == "2.13.0"
     for requirement in requirements():
         if requirement.name != "deltarule":
             assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)])
-
-
-def test_constraints_cover_every_installed_dependency():
-    """What is installed for the tests, and all that it asks for, has one version each."""
-    pinned, seen = constraints(), set()
-    queue = [requirement.name for requirement in requirements() if requirement.name != "deltarule"]
+            queue.append(requirement.name)
     while queue:
         name = canonicalize_name(queue.pop())
         if name in seen or not installed(name):

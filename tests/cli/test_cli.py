@@ -48,6 +48,8 @@ def test_help_lists_every_command(capsys):
     shown = capsys.readouterr().out
     assert all(name in shown for name in COMMANDS)
     assert main([]) == MISUSED
+    assert main(["--version"]) == 0
+    assert "torch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -56,11 +58,6 @@ def test_every_command_explains_its_flags(name, capsys):
     shown = capsys.readouterr().out
     assert "usage: deltarule " + name in shown
     assert "(default:" in shown
-
-
-def test_version(capsys):
-    assert main(["--version"]) == 0
-    assert "torch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -75,11 +72,6 @@ def test_version(capsys):
 def test_an_unknown_command_gets_a_suggestion(words, suggestion, capsys):
     assert main(words) == MISUSED
     assert suggestion in capsys.readouterr().err
-
-
-def test_an_unknown_flag_gets_a_suggestion(capsys):
-    assert leave_code(["train", "text", "--batch-token", "3"]) == MISUSED
-    assert "--batch-tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -122,9 +114,12 @@ def test_what_cannot_be_done_is_one_readable_line(words, says, capsys, folder):
     assert error.count("\n") == 1
 
 
-def test_a_number_out_of_range_names_its_flag(capsys):
-    assert leave_code(["train", "text", "--lr", "-1"]) == MISUSED
-    assert "lr must be 0 or more" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "says"), [("--lr -1", "lr must be 0 or more"), ("--batch-token 3", "--batch-tokens")]
+)
+def test_a_number_out_of_range_names_its_flag_and_an_unknown_flag_is_answered(words, says, capsys):
+    assert leave_code(["train", "text", *words.split()]) == MISUSED
+    assert says in capsys.readouterr().err
 
 
 def test_traceback_shows_where_an_error_arose():
