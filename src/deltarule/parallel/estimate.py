@@ -201,27 +201,21 @@ def replicas(size: Size, machine: Machine, d: Division, beside: float) -> float:
     return size.layers * max(0.0, each - 0.3 * beside) + each
 
 
-def divisions(machine: Machine, gpus: int, length: int) -> list[Division]:
-    """Every way to divide a number of GPUs that is a power of 2."""
+def best(
+    size: Size, machine: Machine, gpus: int, length: int, batch_tokens: float
+) -> list[Estimate]:
+    """Estimates of all divisions that fit of a power of 2 of GPUs, the fastest first."""
+    if gpus < 1 or gpus & (gpus - 1):
+        raise ValueError(f"--gpus must be a power of 2, got {gpus}")
     powers = [2**i for i in range(gpus.bit_length())]
     near = [tensor for tensor in powers if tensor <= machine.host]
     choices = itertools.product(near, powers, powers, (1, 2, 4, 8, 16), (False, True))
-    return [
+    divisions = [
         Division(gpus // (tensor * context * shard), shard, context, tensor, again, rows)
         for tensor, context, shard, rows, again in choices
         if tensor * context * shard <= gpus
         and length // context >= 256
         and (rows == 1 or rows * length / context <= 65536)
     ]
-
-
-def best(
-    size: Size, machine: Machine, gpus: int, length: int, batch_tokens: float
-) -> list[Estimate]:
-    if gpus < 1 or gpus & (gpus - 1):
-        raise ValueError(f"--gpus must be a power of 2, got {gpus}")
-    found = [
-        estimate(size, machine, division, length, batch_tokens)
-        for division in divisions(machine, gpus, length)
-    ]
+    found = [estimate(size, machine, one, length, batch_tokens) for one in divisions]
     return sorted((e for e in found if e is not None), key=lambda e: e.seconds)

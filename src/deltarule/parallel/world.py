@@ -4,11 +4,12 @@ Axes of the mesh, from far to near: `replicate` (whole copies of the weights), `
 weights), `context` (parts of a sequence), `tensor` (parts of each layer). Near ones send most.
 """
 
+import contextlib
 import datetime
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
@@ -144,26 +145,27 @@ class World:
             raise ValueError(answer["error"])
         return answer["value"]
 
-    def beat(self, step: int) -> None:
-        """Leave word that this process has come to a step."""
+    @contextlib.contextmanager
+    def attended(self, step: int) -> Iterator[None]:
+        """Within a step, a `StalledError` says which process the others wait for in vain."""
         if self.store is not None:
             self.store.set(f"step-{self.rank}", str(step))
-
-    def stalled(self, error: RuntimeError) -> "StalledError | None":
-        """Who has kept the others waiting, if that is what the error of a collective is about."""
-        if self.store is None or "timed out" not in str(error).lower():
-            return None
-        # All that wait give up at about the same time, and say so; who hangs says nothing.
-        self.store.set(f"waits-{self.rank}", "")
-        time.sleep(GIVING_UP_S)
-        steps = [int(self.store.get(f"step-{rank}")) for rank in range(self.size)]
-        silent = [r for r in range(self.size) if not self.store.check([f"waits-{r}"])]
-        behind = silent or [r for r in range(self.size) if steps[r] == min(steps)]
-        names = ", ".join(f"{r} (in step {steps[r] + 1})" for r in behind)
-        waited = f"for {self.timeout.total_seconds():g} s, while others are in step"
-        first = min((r for r in range(self.size) if r not in behind), default=self.rank)
-        reason = f"no word from process {names} {waited} {max(steps) + 1}"
-        return StalledError(reason, self.rank == first)
+        try:
+            yield
+        except RuntimeError as error:
+            if self.store is None or "timed out" not in str(error).lower():
+                raise
+            # All that wait give up at about the same time, and say so; who hangs says nothing.
+            self.store.set(f"waits-{self.rank}", "")
+            time.sleep(GIVING_UP_S)
+            steps = [int(self.store.get(f"step-{rank}")) for rank in range(self.size)]
+            silent = [r for r in range(self.size) if not self.store.check([f"waits-{r}"])]
+            behind = silent or [r for r in range(self.size) if steps[r] == min(steps)]
+            names = ", ".join(f"{r} (in step {steps[r] + 1})" for r in behind)
+            waited = f"for {self.timeout.total_seconds():g} s, while others are in step"
+            first = min((r for r in range(self.size) if r not in behind), default=self.rank)
+            reason = f"no word from process {names} {waited} {max(steps) + 1}"
+            raise StalledError(reason, self.rank == first) from error
 
     def everywhere(self, compute: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
         """Compute on every process; an error on any of them is raised on all, told by the group.

@@ -5,7 +5,7 @@ of processes, group r of D takes the rows r, r + D, ..., and their losses and gr
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -77,19 +77,8 @@ class Spread:
         stepped = self.plan.stepped
         return ShardedCheckpoints(folder, keep=keep, world=self.world, stepped=stepped)
 
-    @contextlib.contextmanager
-    def attended(self, step: int) -> Iterator[None]:
-        """Within a step, a `StalledError` says which process the others wait for in vain."""
-        if self.world is None:
-            yield
-            return
-        self.world.beat(step)
-        try:
-            yield
-        except RuntimeError as error:
-            if (stalled := self.world.stalled(error)) is None:
-                raise
-            raise stalled from error
+    def attended(self, step: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.world is None else self.world.attended(step)
 
     def agree(self, *wishes: bool) -> list[bool]:
         """Whether any process wishes each: one answer for all, who then stop at one step."""
