@@ -58,18 +58,19 @@ def test_a_name_cannot_leave_the_folder_of_runs(tmp_path, name):
             choose(tmp_path, name, "text")
 
 
-def test_a_configuration_survives_its_json(tmp_path):
-    run = TextRun(
-        data="/x.txt",
-        runs=tmp_path,
-        model=ModelOptions(layer_types=("kda", "attention"), head_k_dim=8, mlp_size=None),
-        loop=LoopOptions(max_seconds=1.5, dtype="bfloat16"),
-    )
+def test_a_configuration_survives_its_json(tmp_path, monkeypatch):
+    model = ModelOptions(layer_types=("kda", "attention"), head_k_dim=8, mlp_size=None)
+    loop = LoopOptions(max_seconds=1.5, dtype="bfloat16")
+    run = TextRun(data="/x.txt", runs=tmp_path, model=model, loop=loop)
     folder = start(run)
     assert stored_configuration(folder, TextRun, "train text") == run
     content = read_run(folder)
     assert content.data == DATA
     assert {"deltarule", "torch", "python", "threads", "device"} <= content.machine.keys()
+    # Paths mean the same from any folder.
+    monkeypatch.chdir(tmp_path)
+    stored = stored_configuration(start(TextRun(data="some/text.txt")), TextRun, "train text")
+    assert (stored.data, stored.runs) == (str(tmp_path / "some/text.txt"), tmp_path / "runs")
 
 
 def test_resume_needs_the_same_options_but_for_where_it_stops(tmp_path):
@@ -124,14 +125,6 @@ def test_a_damaged_run_json_is_one_line(tmp_path, content):
         with pytest.raises(RunFolderError, match=r"run\.json") as caught:
             read(tmp_path)
         assert "\n" not in str(caught.value)
-
-
-def test_paths_in_run_json_mean_the_same_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = start(TextRun(data="some/text.txt"))
-    stored = stored_configuration(folder, TextRun, "train text")
-    assert stored.data == str(tmp_path / "some" / "text.txt")
-    assert stored.runs == tmp_path / "runs"
 
 
 def test_steps_may_grow_and_harmless_options_change(tmp_path, capsys):

@@ -89,10 +89,8 @@ class TextRun:
 class TextData(NamedTuple):
     """The data, what is trained on, and what is held out."""
 
-    source: str
+    facts: DataFacts
     documents: int
-    num_bytes: int
-    sha256: str
     notes: list[str]
     training: Corpus
     validation: Corpus
@@ -115,10 +113,8 @@ def read_text(run: TextRun) -> TextData:
                 f"--validation-fraction {run.validation_fraction:g} of {read.num_bytes:,} bytes "
                 f"leaves nothing to {what} on"
             )
-    return TextData(
-        read.source, len(read.documents), read.num_bytes, read.sha256, read.notes, first, second,
-        encoder.vocab_size, encoder,
-    )  # fmt: skip
+    facts, count = DataFacts(read.source, read.num_bytes, read.sha256), len(read.documents)
+    return TextData(facts, count, read.notes, first, second, encoder.vocab_size, encoder)
 
 
 def mapped(folder: str, validation_bytes: int, tokenizer: str | None) -> TextData:
@@ -131,11 +127,11 @@ def mapped(folder: str, validation_bytes: int, tokenizer: str | None) -> TextDat
     except (ValueError, MissingExtraError) as error:
         notes = [f"no sample, and no tokenizer beside the model: {error}"]
     held_out = sample_documents(opened.validation, validation_bytes)
-    sets = opened.index.training, opened.index.validation
+    first, second = opened.index.training, opened.index.validation
+    facts = DataFacts(folder, first.bytes + second.bytes, f"{first.sha256} {second.sha256}")
     return TextData(
-        folder, sum(facts.documents for facts in sets), sum(facts.bytes for facts in sets),
-        " ".join(facts.sha256 for facts in sets), notes,
-        opened.training, held_out, opened.index.vocab_size, encoder,
+        facts, first.documents + second.documents, notes, opened.training, held_out,
+        opened.index.vocab_size, encoder,
     )  # fmt: skip
 
 
@@ -226,7 +222,7 @@ def train_text(run: TextRun) -> Path:
             print(for_screen(f"note: {note}"))
         print(f"run     {folder}")
         documents = "1 document" if read.documents == 1 else f"{read.documents:,} documents"
-        print(for_screen(f"data    {read.source}: {documents}, {read.num_bytes:,} bytes"))
+        print(for_screen(f"data    {read.facts.source}: {documents}, {read.facts.bytes:,} bytes"))
         rest = f"of the rest, {read.validation.num_bytes:,} to validate on"
         print(for_screen(f"        {read.training.num_bytes:,} bytes to train on; {rest}"))
         write_atomically(folder / CONFIG, lambda path: write_text(path, config.to_json()))
@@ -236,7 +232,7 @@ def train_text(run: TextRun) -> Path:
     return whole_run(
         run, "train text", "text", config, job, describe,
         lambda trainer: finish(run, trainer, job, read, began), world=world, began=began,
-        data=DataFacts(read.source, read.num_bytes, read.sha256), reserve=job.reserve,
+        data=read.facts, reserve=job.reserve,
     )  # fmt: skip
 
 
