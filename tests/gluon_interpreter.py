@@ -223,6 +223,7 @@ class Barrier:
             self.over, self.arrivals = self.over + 1, self.count
 
     def is_over(self, phase: int) -> bool:
+        assert self.count, "waited for before it is made"
         return (self.over & 1) != phase
 
     def passed(self, role: int, phase: int) -> None:
@@ -385,7 +386,7 @@ class Machine:
 
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if dtype == torch.int64:
-            return Barriers(shape[0])
+            return Barriers(Barrier(0) for _ in range(shape[0]))
         shape = [int(x) for x in shape]
         data = torch.full(shape, torch.nan, dtype=dtype)
         unseen = torch.zeros(shape, dtype=torch.int8)
@@ -505,26 +506,15 @@ class Machine:
         return done if len(done) > 1 else done[0]
 
 
-class Barriers:
-    """An array of them."""
+class Barriers(list[Barrier]):
+    """An array of them, which count nothing until `init` says how much."""
 
-    def __init__(self, number: int) -> None:
-        self.each: list[Any] = [None] * number
-
-    def index(self, i: Any) -> Any:
-        return Slot(self, int(i)) if self.each[int(i)] is None else self.each[int(i)]
+    def index(self, i: Any) -> Barrier:
+        return self[int(i)]
 
 
-class Slot:
-    """Of a barrier to be."""
-
-    def __init__(self, array: Barriers, i: int) -> None:
-        self.array, self.i = array, i
-
-
-def init(slot: Slot, count: int) -> None:
-    """Make a barrier."""
-    slot.array.each[slot.i] = Barrier(int(count))
+def init(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.arrivals = int(count)
 
 
 def elementwise(function: Callable[..., Tensor]) -> Callable[..., Value]:
