@@ -42,7 +42,7 @@ FOLDERS = {
     "src/deltarule/models": 5_640,
     "src/deltarule/hf": 1_620,
     "src/deltarule/parallel": 1_340,
-    "src/deltarule/train": 4_840,
+    "src/deltarule/train": 4_820,
     "src/deltarule/tasks": 1_440,
     "experiments": 4_070,
     "bench": 3_210,
