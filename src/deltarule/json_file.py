@@ -1,5 +1,6 @@
 """JSON that others may have written or damaged: one reader; its errors name file and field."""
 
+import contextlib
 import dataclasses
 import json
 import types
@@ -48,7 +49,15 @@ def fitted(kind: Any, value: Any, where: str = "") -> Any:
         return _dataclass(kind, value, where)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        return _first_that_fits(kind, inner, value, where)
+        if value is None and types.NoneType in inner:
+            return None
+        others = [one for one in inner if one is not types.NoneType]
+        if len(others) == 1:
+            return fitted(others[0], value, where)
+        for one in others:
+            with contextlib.suppress(ValueError):
+                return fitted(one, value, where)
+        return _refuse(kind, value, where)
     if origin is typing.Literal:
         return value if value in inner else _refuse(kind, value, where)
     if origin in (list, tuple) and isinstance(value, list):
@@ -74,20 +83,6 @@ def _dataclass(kind: Any, value: Any, where: str) -> Any:
     if unknown := sorted(set(given) - {field.name for field in dataclasses.fields(kind)}):
         raise ValueError(f"unknown field {_below(where, unknown[0])!r}")
     return kind(**{n: fitted(hints[n], x, _below(where, n)) for n, x in given.items()})
-
-
-def _first_that_fits(kind: Any, inner: tuple[Any, ...], value: Any, where: str) -> Any:
-    if value is None and types.NoneType in inner:
-        return None
-    others = [one for one in inner if one is not types.NoneType]
-    if len(others) == 1:
-        return fitted(others[0], value, where)
-    for one in others:
-        try:
-            return fitted(one, value, where)
-        except ValueError:
-            continue
-    return _refuse(kind, value, where)
 
 
 def _refuse(kind: Any, value: Any, where: str) -> typing.NoReturn:

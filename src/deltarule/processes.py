@@ -92,8 +92,14 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self.words, its_own = context.Pipe()
         self.process = context.Process(target=serve, args=(work, its_own))
-        with variables(environment):
+        # It has these variables before it imports anything.
+        before = dict(os.environ)
+        os.environ.update(environment)
+        try:
             self.process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
         its_own.close()
         self.ready, self.leaves = False, False
 
@@ -143,18 +149,6 @@ def stop(workers: Sequence[Worker]) -> None:
         worker.process.join(max(0.0, deadline - time.monotonic()))
         worker.process.kill()
         worker.process.join()
-
-
-@contextlib.contextmanager
-def variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Within it, what is started has these variables, before it imports anything."""
-    before = dict(os.environ)
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def serve(work: Callable[[Any], Any], words: "Connection[Any, Any]") -> None:
