@@ -122,11 +122,6 @@ def test_a_number_out_of_range_names_its_flag_and_an_unknown_flag_is_answered(wo
     assert says in capsys.readouterr().err
 
 
-def test_traceback_shows_where_an_error_arose():
-    with pytest.raises(ValueError, match="no such file"):
-        main(["train", "text", "--data", "/no/such/file", "--traceback"])
-
-
 def test_rules_prints_the_table_and_one_rule(capsys):
     assert main(["rules"]) == 0
     shown = capsys.readouterr().out
@@ -189,6 +184,8 @@ def test_an_error_that_nobody_foresaw_is_one_line_too(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("deltarule: error: KeyError: ")
     with pytest.raises(KeyError):
         main(["rules", "--traceback"])
+    with pytest.raises(ValueError, match="no such file"):
+        main(["train", "text", "--data", "/no/such/file", "--traceback"])
 
 
 @pytest.mark.parametrize(

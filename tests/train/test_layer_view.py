@@ -1,4 +1,4 @@
-"""The matrix of a layer times its values is what its operator puts out; states change so."""
+"""The matrix of a layer times its values is what its operator puts out; states change so; plots."""
 
 from dataclasses import replace
 
@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from deltarule import ops
+from deltarule.cli import main
 from deltarule.nn import State
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import OPERATORS
 from deltarule.nn.layout import make_layout
+from deltarule.train import layer_view
+from deltarule.train.figures import new_grid
 from deltarule.train.layer_view import layer_views, of_rule, of_scan, of_slots, state_strengths
 from nn.layers import LINEAR, inputs, make
 from small import small_model
@@ -48,21 +51,15 @@ def test_matrix_of_a_rule_times_its_values_is_the_read_out(name, head):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["abc", "gsa"])
-def test_matrix_of_the_slots_times_the_values_is_what_they_read(name):
+@pytest.mark.parametrize("name", ["abc", "gsa", "mamba1", "s4", "longhorn_released", "dfw"])
+def test_matrix_of_slots_or_a_scan_times_the_values_is_what_they_read(name):
+    """Of a scan where every channel has the same value: then the mean of the outputs is."""
     layer = make(name, DOUBLE)
     arguments = layer.arguments(call_of(layer))
-    matrix = of_slots(arguments, 1)
-    o = ops.two_memories(**arguments).o[0, :, 1]
-    assert relative_rms(matrix @ arguments["v"][0, :, 1], o) <= 1e-12
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["mamba1", "s4", "longhorn_released", "dfw"])
-def test_matrix_of_a_scan_is_a_mean_over_value_channels(name):
-    """Where every channel has the same value, the mean of the outputs is the matrix times it."""
-    layer = make(name, DOUBLE)
-    arguments = layer.arguments(call_of(layer))
+    if name in ("abc", "gsa"):
+        o = ops.two_memories(**arguments).o[0, :, 1]
+        assert relative_rms(of_slots(arguments, 1) @ arguments["v"][0, :, 1], o) <= 1e-12
+        return
     value = torch.randn(1, T, 1, 1, dtype=DOUBLE)
     size = arguments["delta"] if name == "mamba1" else torch.ones_like(arguments["v"])
     o = ops.selective_scan(**(arguments | {"v": value * size})).o[0, :, 1].mean(-1)
@@ -118,3 +115,66 @@ def test_views_of_a_mixed_model_but_for_layers_that_are_not_linear_in_their_valu
     window = by_name["sliding_window"].reading.matrix
     assert (window.tril(-3) == 0).all()
     assert (window.tril(-2).diagonal(-2) > 0).all()
+
+
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder with a small model, as a finished run leaves it."""
+    layers = ("deltanet", "titans_mlp", "attention", "delta_product")
+    model = small_model(*layers, hidden_size=32, num_heads=2)
+    folder = tmp_path / "small"
+    model.save(folder)
+    return folder
+
+
+def test_draws_every_layer_that_has_a_matrix(run, capsys):
+    assert main(["plot", "attention", str(run), "--text", "to be\nor é"]) == 0
+    assert (run / "attention.png").read_bytes().startswith(PNG)
+    said = capsys.readouterr().out
+    assert "layer 1 (titans_mlp) is left out: its output is not linear in its values" in said
+    assert f"drawn in {run / 'attention.png'}" in said
+
+
+def test_layers_head_and_file_are_options(run, tmp_path, capsys):
+    path = tmp_path / "one.png"
+    words = ["--layers", "0", "3", "--head", "1", "--output", str(path), "--text", ""]
+    assert main(["plot", "attention", str(run), *words]) == 0
+    assert path.read_bytes().startswith(PNG)
+    assert "left out" not in capsys.readouterr().out
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["one.png", "small"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--head", "-1"], "--head must be 0 or more, got -1"),
+        (["--layers", "0", "4"], "--layers must be from 0 to 3, got 4"),
+        (["--layers", "1"], "--layers names no layer that has a matrix"),
+        (["--text", "a" * 600], "--text must be of at most 511 bytes, got 600"),
+    ],
+)
+def test_what_cannot_be_drawn_says_so(run, words, message, capsys):
+    assert main(["plot", "attention", str(run), *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_largest_is_black_and_nothing_is_white():
+    _, [[axes]] = new_grid(1, 1, title="t")
+    layer_view.draw_matrix(axes, torch.tensor([[0.5, 0.0], [-2.0, 0.1]]), [1, 2], "m")
+    image = axes.images[0]
+    assert image.get_array().tolist() == [[0.5, 0.0], [1.0, pytest.approx(0.05**0.5)]]
+    assert image.get_cmap()(1.0)[:3] == pytest.approx((0, 0, 0), abs=0.01)
+    assert image.get_cmap()(0.0)[:3] == pytest.approx((1, 1, 1), abs=0.01)
+    # Each negative entry has its dot: read by token 1, written by token 0.
+    assert [axes.lines[0].get_xdata().tolist(), axes.lines[0].get_ydata().tolist()] == [[0], [1]]
+
+
+def test_a_view_of_zeros_can_be_drawn(tmp_path):
+    zeros = layer_view.Reading(torch.zeros(3, 3), None, torch.zeros(3), torch.zeros(3))
+    layer_view.draw_layers(
+        [layer_view.LayerView(0, "gla", zeros)], [1, 2, 3], tmp_path / "x.png", title=""
+    )
+    assert (tmp_path / "x.png").exists()
