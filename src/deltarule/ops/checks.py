@@ -107,10 +107,13 @@ def check_log_decay(log_decay: Tensor | None, q: Tensor, heads: int) -> None:
         )
 
 
-def check_state(name: str, state: Tensor | None, q: Tensor, expected: tuple[int, ...]) -> None:
+def check_state(
+    name: str, state: Tensor | None, q: Tensor, expected: tuple[int, ...],
+    letters: str = "[N, HV, V, K]",
+) -> None:  # fmt: skip
     if state is None:
         return
-    check_gate(name, state, q, {"[N, HV, V, K]": expected})
+    check_gate(name, state, q, {letters: expected})
     wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
     if state.dtype != wanted:
         raise ValueError(f"{name} must be {wanted} for q in {q.dtype}, got {state.dtype}")

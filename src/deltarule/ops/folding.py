@@ -24,11 +24,6 @@ class Fold(NamedTuple):
     outputs: tuple[str, ...]
 
 
-def row_axis(name: str, x: Tensor, packed: bool) -> int:
-    """Rows fold into the batch; packed sequences follow each other in its one row."""
-    return int(packed and name not in ("initial_state", "final"))
-
-
 def repeated_offsets(cu_seqlens: Tensor, size: int) -> Tensor:
     """Offsets of the packed sequences, `size` times one after the other."""
     lengths = cu_seqlens.diff().repeat(size)
@@ -42,14 +37,12 @@ def head_axis(name: str, x: Tensor, packed: bool) -> int:
     return 0 if x.ndim == 3 else 2
 
 
-def same_offsets(cu_seqlens: Tensor, size: int) -> Tensor:
-    """More heads have the same sequences."""
-    return cu_seqlens
-
-
-# A recurrence with more rows, and one with more heads.
-MORE_ROWS = Fold(row_axis, repeated_offsets, ("o", "final"))
-MORE_HEADS = Fold(head_axis, same_offsets, ("o", "final"))
+# A recurrence with more rows, of which packed ones follow each other; and one with more heads.
+MORE_ROWS = Fold(
+    lambda name, x, packed: int(packed and name not in ("initial_state", "final")),
+    repeated_offsets, ("o", "final"),
+)  # fmt: skip
+MORE_HEADS = Fold(head_axis, lambda cu_seqlens, size: cu_seqlens, ("o", "final"))
 
 
 class Folding:

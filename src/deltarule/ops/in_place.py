@@ -42,11 +42,16 @@ class InPlace(Generic[Call]):
             for x, part in parts.items():
                 kind = SCHEMA[part].replace("Tensor", "Tensor" + letters.get(x, ""))
                 arguments.append(f"{kind} {x}")
+
+        def body(*given: Any) -> Any:
+            call, backend = self.of(given)
+            return backends[backend](call)
+
         # No defaults: PyTorch 2.11 leaves out trailing arguments that equal theirs, and then looks
         # for the tensors that it must mark as written.
         schema = f"({', '.join(arguments)}, str backend) -> {'Tensor' if fake else '()'}"
         made = torch.library.custom_op(
-            f"deltarule::{name}", self.body, mutates_args=tuple(written), schema=schema
+            f"deltarule::{name}", body, mutates_args=tuple(written), schema=schema
         )
         if fake is not None:
             made.register_fake(lambda *given: fake(self.of(given)[0]))
@@ -61,10 +66,6 @@ class InPlace(Generic[Call]):
             fields.append(hint(*rest[:count]) if count else rest[0])
             rest = rest[count or 1 :]
         return self.call(*fields), backend
-
-    def body(self, *given: Any) -> Any:
-        call, backend = self.of(given)
-        return self.backends[backend](call)
 
     def __call__(self, call: Call, backend: str) -> Any:
         """Run a call by a backend; there is no gradient."""

@@ -13,11 +13,6 @@ from torch import Tensor
 
 from deltarule.ops.checks import readable
 
-# Which packed sequences are computed side by side: lanes, one sequence after another in each.
-#
-# Lengths that lie on the CPU are read, and the longest sequences are dealt out first, each to the
-# lane that is free first. Lengths on another device are not waited for: there is one lane.
-
 
 class Lanes(NamedTuple):
     """Where each of N sequences has its mini-batches, on the device of the tokens."""
@@ -30,20 +25,20 @@ class Lanes(NamedTuple):
 def make_lanes(
     cu_seqlens: Tensor, position: Tensor | None, tokens: int, size: int, device: torch.device
 ) -> Lanes:
-    """Schedule sequences that have `position` [N] of C = size tokens in an open mini-batch."""
-    if readable(cu_seqlens):
-        lengths = cu_seqlens.diff().tolist()
-        # As many as there can be, where reading the positions would mean to wait.
-        begun = [0 if position is None else size - 1] * len(lengths)
-        if position is not None and readable(position):
-            begun = position.tolist()
-        needed = [-(-(n + p) // size) if n else 0 for n, p in zip(lengths, begun, strict=True)]
-        return _side_by_side(needed, device)
-    return _one_lane(cu_seqlens.to(device, torch.int64).diff(), position, tokens, size)
+    """Schedule sequences that have `position` [N] of C = size tokens in an open mini-batch.
 
-
-def _side_by_side(needed: list[int], device: torch.device) -> Lanes:
-    """Longest first, into as many lanes as the longest sequence can be filled with."""
+    Lengths that lie on the CPU are read, and the longest sequences are dealt out first, each to the
+    lane that is free first. Lengths on another device are not waited for: there is one lane.
+    """
+    if not readable(cu_seqlens):
+        return _one_lane(cu_seqlens.to(device, torch.int64).diff(), position, tokens, size)
+    lengths = cu_seqlens.diff().tolist()
+    # As many as there can be, where reading the positions would mean to wait.
+    begun = [0 if position is None else size - 1] * len(lengths)
+    if position is not None and readable(position):
+        begun = position.tolist()
+    needed = [-(-(n + p) // size) if n else 0 for n, p in zip(lengths, begun, strict=True)]
+    # As many lanes as the longest sequence can be filled with.
     lanes = -(-sum(needed) // max(needed))
     free = [(0, lane) for lane in range(lanes)]
     lane, start = [0] * len(needed), [0] * len(needed)

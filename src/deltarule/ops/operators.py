@@ -22,8 +22,16 @@ class Operator(Registered[Inputs]):
 
     @cached_property
     def apply(self) -> Any:
-        """The call as a plain autograd function."""
-        return direct(eager_function(self, f"Eager{self.name.title().replace('_', '')}"))
+        """The call as a plain autograd function: forward and backward without the operator."""
+
+        def forward(ctx: Any, *args: Any) -> Any:
+            outputs = self.run_forward(args)
+            self.keep(ctx, args, outputs)
+            return self.result(outputs)
+
+        rules = {"forward": staticmethod(forward), "backward": staticmethod(self.differentiate)}
+        name = f"Eager{self.name.title().replace('_', '')}"
+        return direct(type(name, (torch.autograd.Function,), rules))
 
     def __call__(self, *args: Any) -> Any:
         """The outputs that have a gradient: one, or a tuple."""
@@ -150,18 +158,6 @@ class Recurrence(Operator[Inputs]):
         return RecurrentOutput(*self(*inputs, save, backend))
 
 
-def eager_function(operator: Operator[Any], name: str) -> Any:
-    """Forward and backward of an operator without the operator around them."""
-
-    def forward(ctx: Any, *args: Any) -> Any:
-        outputs = operator.run_forward(args)
-        operator.keep(ctx, args, outputs)
-        return operator.result(outputs)
-
-    rules = {"forward": staticmethod(forward), "backward": staticmethod(operator.differentiate)}
-    return type(name, (torch.autograd.Function,), rules)
-
-
 def direct(function: Any) -> Any:
     """What applies an autograd function without PyTorch's search for transforms, under none."""
     return super(torch.autograd.Function, function).apply
@@ -177,5 +173,4 @@ def differentiated(tensors: Sequence[object]) -> bool:
 
 
 def is_dual(x: Tensor | None) -> bool:
-    """Whether forward-mode differentiation follows x."""
     return x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None

@@ -28,15 +28,11 @@ def pack(lengths: Iterable[int] | Tensor) -> Offsets:
         >>> pack([3, 0, 5])
         tensor([0, 3, 3, 8])
     """
-    numbers = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-    offsets = [0, *accumulate(_length(length) for length in numbers)]
-    return torch.tensor(offsets, dtype=torch.int64)
-
-
-def _length(length: int) -> int:
-    if isinstance(length, bool) or not isinstance(length, int) or length < 0:
-        raise ValueError(f"lengths must be integers of 0 or more, got {length!r}")
-    return length
+    numbers = lengths.tolist() if isinstance(lengths, Tensor) else [*lengths]
+    for length in numbers:
+        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+            raise ValueError(f"lengths must be integers of 0 or more, got {length!r}")
+    return torch.tensor([0, *accumulate(numbers)], dtype=torch.int64)
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
@@ -51,13 +47,9 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
         raise ValueError(f"cu_seqlens packs sequences into one row: B must be 1, got {q.shape[0]}")
     if cu_seqlens.device.type not in ("cpu", q.device.type):
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, but q is on {q.device}")
-    if readable(cu_seqlens):
-        check_offsets(cu_seqlens, q.shape[1])
-
-
-def check_offsets(cu_seqlens: Tensor, tokens: int) -> None:
-    """Offsets run from 0 to T and never decrease."""
-    offsets = cu_seqlens.tolist()
+    if not readable(cu_seqlens):
+        return
+    offsets, tokens = cu_seqlens.tolist(), q.shape[1]
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
     for i, (start, end) in enumerate(pairwise(offsets)):

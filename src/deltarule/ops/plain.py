@@ -1,18 +1,35 @@
 """What several operators share: the form that was chosen is run, and what is given is checked."""
 
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import check_dense, check_gate, readable, shape
-from deltarule.ops.dispatch import Table, choose, without_autocast
+from deltarule.ops.checks import check_dense, check_gate, check_state, readable, shape
+from deltarule.ops.dispatch import Implementation, Result, Table, always, choose, without_autocast
 from deltarule.ops.pack import check_cu_seqlens
 
 PlainImpl = Literal["auto", "reference", "torch", "triton"]
 Arguments = dict[str, Any]
 Given = TypeVar("Given")
 Output = TypeVar("Output", bound=tuple[Any, ...])
+
+
+def forms(
+    why_not_triton: Callable[[Given], str | None],
+    run: Callable[[Given, str], Result],
+    reference: Callable[[Given], Result],
+) -> Table[Given, Result]:
+    """Kernels in Triton, the same in PyTorch on any device, and the definition.
+
+    The order is that in which impl="auto" prefers them; `run` is also given "triton" or "torch".
+    """
+    return {
+        "triton": Implementation(why_not_triton, lambda call: run(call, "triton")),
+        "torch": Implementation(always, lambda call: run(call, "torch")),
+        "reference": Implementation(always, reference),
+    }
 
 
 def run_plain(
@@ -43,10 +60,7 @@ def check_state_tensor(
 ) -> None:
     """Shape, device and dtype of a part of a state: float32, or float64 when q is."""
     check_dense(name, x)
-    check_gate(name, x, q, {letters: size})
-    wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if x.dtype != wanted:
-        raise ValueError(f"{name} must be {wanted} for q in {q.dtype}, got {x.dtype}")
+    check_state(name, x, q, size, letters)
 
 
 def check_per_head(name: str, x: Tensor, letters: str, size: tuple[int, ...], q: Tensor) -> None:

@@ -130,19 +130,16 @@ class Registered(Generic[Inputs]):
         register = torch.library.register_autograd
         register(f"deltarule::{name}", self.differentiate, setup_context=self.set_up)
         register(f"deltarule::{name_backward}", self.no_derivative)
+        # Without a rule of its own, an operator is for vmap what its body does.
+        forward, backward = self.body, self.backward_body
         if self.fold is not None:
+            forward, backward = self.operator, self.backward_operator
             folding = Folding(self, self.fold)
             torch.library.register_vmap(f"deltarule::{name}", folding.vmap)
             torch.library.register_vmap(f"deltarule::{name_backward}", folding.vmap_backward)
-        # Without a rule of its own, an operator is for vmap what its body does.
-        of = (
-            (self.operator, self.backward_operator)
-            if self.fold
-            else (self.body, self.backward_body)
-        )
-        self.transformed = transformed(of[0], self.set_up, self.differentiate)
+        self.transformed = transformed(forward, self.set_up, self.differentiate)
         # There is no second derivative to save for.
-        self.transformed_backward = transformed(of[1], lambda *_: None, self.no_derivative)
+        self.transformed_backward = transformed(backward, lambda *_: None, self.no_derivative)
 
     def body(self, *args: Any) -> Any:
         outputs = self.run_forward(args)

@@ -13,8 +13,8 @@ from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
 from deltarule.ops.delta_rule.torch.step import rows_of
 from deltarule.ops.dispatch import Impl, Table, choose, why_no_triton
 from deltarule.ops.few_tokens import MAX_TOKENS, check_no_gradient
-from deltarule.ops.forms import forms
 from deltarule.ops.in_place import InPlace
+from deltarule.ops.plain import forms
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
 
 MAX_KEY_CHANNELS = 256

@@ -5,22 +5,16 @@ import math
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from deltarule.ops.forms import forms
 from deltarule.ops.memory import definition as reference
 from deltarule.ops.memory.inputs import check_call, check_memory, why_not_triton
-from deltarule.ops.memory.torch import ttt as chunked
-from deltarule.ops.plain import Arguments, PlainImpl, check_counts, check_per_head, run_plain
+from deltarule.ops.memory.torch import operators
+from deltarule.ops.plain import Arguments, PlainImpl, check_counts, check_per_head, forms, run_plain
 from deltarule.shapes import Beta, Keys, Offsets, Queries, TTTOutput, TTTState, Values
 
-
-def run(arguments: Arguments, backend: str) -> TTTOutput:
-    """Mini-batches laid out in PyTorch, and the hot stage, the scan over them, by the backend."""
-    return chunked.ttt(**arguments, backend=backend)
-
-
+# Mini-batches are laid out in PyTorch; the hot stage, the scan over them, is the backend's.
 IMPLEMENTATIONS = forms(
     lambda arguments: why_not_triton(arguments, len(arguments["step_scale"])),
-    run,
+    operators.ttt,
     lambda arguments: reference.ttt(**arguments),
 )
 

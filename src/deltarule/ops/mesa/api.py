@@ -8,7 +8,6 @@ from torch import Tensor
 from deltarule.ops.checks import check_log_decay, check_scale, check_sequence
 from deltarule.ops.context import Context, check_context
 from deltarule.ops.few_tokens import decodes
-from deltarule.ops.forms import forms
 from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.ops.mesa import definition as reference
 from deltarule.ops.mesa import torch as chunked
@@ -20,6 +19,7 @@ from deltarule.ops.plain import (
     check_per_head,
     check_state_tensor,
     count_sequences,
+    forms,
     run_plain,
 )
 from deltarule.shapes import Beta, Keys, MesaOutput, MesaState, Offsets, Queries, Values

@@ -9,8 +9,7 @@ from deltarule.ops import checks
 from deltarule.ops.context import Context
 from deltarule.ops.dispatch import Impl, choose, why_no_triton, without_autocast
 from deltarule.ops.few_tokens import decodes
-from deltarule.ops.forms import forms
-from deltarule.ops.plain import count_sequences
+from deltarule.ops.plain import count_sequences, forms
 from deltarule.ops.selective_scan import definition as reference
 from deltarule.ops.selective_scan.context import over_context
 from deltarule.ops.selective_scan.inputs import ScanInputs

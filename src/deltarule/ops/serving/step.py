@@ -13,8 +13,8 @@ from deltarule.ops.delta_rule.step import STATE_DTYPES, triton_step, why_not_tri
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
 from deltarule.ops.dispatch import Impl, Table, choose
 from deltarule.ops.few_tokens import check_no_gradient
-from deltarule.ops.forms import forms
 from deltarule.ops.in_place import InPlace
+from deltarule.ops.plain import forms
 from deltarule.ops.serving import definition
 from deltarule.ops.serving.inputs import check_indices, check_out, check_pool, offsets_of
 from deltarule.ops.serving.pool import read, write

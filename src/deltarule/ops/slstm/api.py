@@ -5,9 +5,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from deltarule.ops.checks import FLOATS, check_gate, shape
-from deltarule.ops.forms import forms
 from deltarule.ops.fused_kernels import why_not_fused
-from deltarule.ops.plain import PlainImpl, check_state_tensor, count_sequences, run_plain
+from deltarule.ops.plain import PlainImpl, check_state_tensor, count_sequences, forms, run_plain
 from deltarule.ops.slstm import definition as reference
 from deltarule.ops.slstm import registered
 from deltarule.ops.slstm.inputs import SLSTMInputs

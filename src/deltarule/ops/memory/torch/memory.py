@@ -33,6 +33,14 @@ KEPT = 2**20
 LossGradient = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+class Norm(NamedTuple):
+    """The layer norm of each head inside the loss of `ttt`."""
+
+    weight: Tensor  # [HV, V]
+    bias: Tensor
+    eps: float
+
+
 class Memory(NamedTuple):
     """The maps of every row, each a tuple over l of [R, HV, outputs, inputs]."""
 
@@ -128,7 +136,10 @@ def scan(
     mini-batches between them once more, unless all of them are small.
     """
     scanned: Callable[..., tuple[Tensor, Memory]] = _scan_group
-    if _recomputes(memory, layout.steps):
+    size = layout.steps * sum(x.nbytes for maps in memory for x in maps)
+    # Function transforms and the compiler do not follow saved-tensor hooks.
+    followed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if torch.is_grad_enabled() and size > KEPT and not followed:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         scanned = partial(checkpoint, _scan_group, **options)
     group = math.ceil(math.sqrt(layout.steps))
@@ -140,8 +151,29 @@ def scan(
     return torch.cat(parts), memory
 
 
-def cloned(maps: Maps) -> Maps:
-    return tuple(x.clone() for x in maps)
+def loss_gradient(norm: Norm | None) -> LossGradient:
+    """d/dz of |z - v|^2, or with a norm of 1/2 |k + LN(z) - v|^2.
+
+    With c = (z - mean) / std and e = weight (LN(z) + k - v):
+    dz = (e - mean(e) - c mean(e c)) / std
+    """
+    if norm is None:
+        return lambda z, k, v: 2 * (z - v)
+    weight, bias = (x.unsqueeze(-2) for x in norm[:2])
+
+    def gradient(z: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        c, inverse_std = centred(z, norm.eps)
+        e = weight * (weight * c + bias + k - v)
+        return inverse_std * (e - e.mean(-1, keepdim=True) - c * (e * c).mean(-1, keepdim=True))
+
+    return gradient
+
+
+def centred(z: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(z - mean) / sqrt(variance + eps), and that factor."""
+    z = z - z.mean(-1, keepdim=True)
+    inverse_std = torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)
+    return z * inverse_std, inverse_std
 
 
 def with_bias(x: Tensor, weights: Tensor) -> Tensor:
@@ -169,14 +201,3 @@ def _scan_group(
         table = Memory(*(tuple(map(partial(layout.write_at, step), *maps)) for maps in parts))
         outputs.append(z)
     return torch.stack(outputs), table.map(layout.states)
-
-
-def _recomputes(memory: Memory, steps: int) -> bool:
-    """Whether a backward pass runs mini-batches once more.
-
-    Function transforms and the compiler do without: they do not follow saved-tensor hooks.
-    """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    size = steps * sum(x.nbytes for maps in memory for x in maps)
-    return torch.is_grad_enabled() and size > KEPT

@@ -18,18 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.ops.memory.inputs import is_held
-from deltarule.ops.memory.torch.memory import Maps, Memory, Steps
+from deltarule.ops.memory.torch.memory import Maps, Memory, Norm, Steps
 from deltarule.ops.mini_batches import MiniBatches
 from deltarule.ops.operators import Operator
 from deltarule.ops.registration import Backward, Gradients, Rules
-
-
-class Norm(NamedTuple):
-    """The layer norm of each head inside the loss of `ttt`."""
-
-    weight: Tensor  # [HV, V]
-    bias: Tensor
-    eps: float
 
 
 class Scan(NamedTuple):
@@ -89,7 +81,15 @@ def scan_in_triton(
     steps: Steps, memory: Memory, layout: MiniBatches, norm: Norm | None
 ) -> tuple[Tensor, Memory]:
     """What `memory.scan` computes for a memory of one or two maps."""
-    streams = mixed_streams(steps)
+    reads, to_weights, to_momentum = steps.reads, steps.next_weights, steps.next_momentum
+    of_token, of_step = steps.k.shape[:4], steps.k.shape[:3]
+    columns = [x.squeeze(-1) for x in (reads.kept, reads.momentum)]
+    columns += [x.writes.squeeze(-2) for x in (to_weights, to_momentum)]
+    rows = torch.stack([x.expand(of_token) for x in columns], dim=-2)
+    numbers = (to_weights.kept, to_weights.momentum, to_momentum.kept, to_momentum.momentum)
+    scalars = torch.stack([x.flatten(-2).squeeze(-1).expand(of_step) for x in numbers], dim=-1)
+    given = (steps.q, steps.k, steps.v, rows, scalars, reads.writes, steps.full.flatten(1).float())
+    streams = tuple(x.contiguous() for x in given)
     if is_held(memory.weights, norm is not None):
         return scan_held(streams, memory, layout, norm)
     parts = memory if norm is None else memory[:2]
@@ -181,16 +181,3 @@ def shared_out(
     parts = (values + fill) // share
     q, k, *others = (x.repeat_interleave(parts, dim=2) for x in (q, k, *others))
     return (q, k, v.contiguous(), *others, full), maps.contiguous()
-
-
-def mixed_streams(steps: Steps) -> tuple[Tensor, ...]:
-    """q, k, v, rows, scalars, writes and full, as the operator takes them."""
-    reads, to_weights, to_momentum = steps.reads, steps.next_weights, steps.next_momentum
-    of_token, of_step = steps.k.shape[:4], steps.k.shape[:3]
-    columns = [x.squeeze(-1) for x in (reads.kept, reads.momentum)]
-    columns += [x.writes.squeeze(-2) for x in (to_weights, to_momentum)]
-    rows = torch.stack([x.expand(of_token) for x in columns], dim=-2)
-    numbers = (to_weights.kept, to_weights.momentum, to_momentum.kept, to_momentum.momentum)
-    scalars = torch.stack([x.flatten(-2).squeeze(-1).expand(of_step) for x in numbers], dim=-1)
-    given = (steps.q, steps.k, steps.v, rows, scalars, reads.writes, steps.full.flatten(1).float())
-    return tuple(x.contiguous() for x in given)

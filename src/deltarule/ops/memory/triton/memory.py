@@ -42,6 +42,12 @@ def load_column(rows, i, which: tl.constexpr, o_s, T: tl.constexpr):
 
 
 @triton.jit
+def store_column(rows, b_x, i, which: tl.constexpr, o_s, T: tl.constexpr):
+    """The inverse of load_column: sums over the channels of each row."""
+    tl.store(rows + (i * 4 + which) * T + o_s, tl.sum(b_x, axis=1), mask=o_s < T)
+
+
+@triton.jit
 def load_norm(weight, bias, i_h, o_v, V: tl.constexpr, NORM: tl.constexpr):
     """The weight and bias of the norm of a head as rows; zeros without one."""
     b_weight = tl.zeros(o_v.shape, tl.float32)

@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 
 from deltarule.ops.memory.triton import network
-from deltarule.ops.memory.triton.backward import store_column
 from deltarule.ops.memory.triton.memory import (
     Maps,
     load_column,
@@ -34,6 +33,7 @@ from deltarule.ops.memory.triton.memory import (
     loss_gradient,
     loss_gradient_backward,
     product,
+    store_column,
     store_tile,
     written,
 )
@@ -331,14 +331,8 @@ def network_backward_kernel(
     of_bias = network.last_bias(o_v, S)
     for i_back in range(M):
         i_m = M - 1 - i_back
-        i = (i_m * R + i_r) * S.HV + i_h
-        i_n = network.row_of(owner, i_m, i_r, R, S.PACKED) * S.HV + i_h
-        settled = network.is_settled(full, owner, i_m, i_r, R, S.PACKED)
-        ends, last = (
-            network.is_full(full, i_m, i_r, R),
-            network.is_last(owner, i_m, i_r, M, R, S.PACKED),
-        )
-        here = network.Place(i, i_n, settled, ends, last, o_s, o_k, o_v)
+        here = network.place_of(full, owner, i_m, M, R, i_r, i_h, o_s, o_k, o_v, S)
+        i, settled = here.i, here.settled
         b_dg, b_dk = writes_backward(x, y, here, S)
         # Through the gradient that was taken at A.
         b_v, m_v = load_tile(v, i, o_s, o_v, S.T, S.V), (o_v < S.V)[None, :]

@@ -6,16 +6,19 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.memory.torch.triton_scan import Scan
-from deltarule.ops.memory.triton.backward import memory_backward_kernel, read_backward_kernel
+from deltarule.ops.memory.triton.held import (
+    memory_backward_kernel,
+    memory_scan_kernel,
+    read_backward_kernel,
+)
 from deltarule.ops.memory.triton.memory import Sizes
 from deltarule.ops.memory.triton.network import Sizes as NetworkSizes
+from deltarule.ops.memory.triton.network import network_scan_kernel
 from deltarule.ops.memory.triton.network_backward import (
     TILES,
     network_backward_kernel,
     network_read_backward_kernel,
 )
-from deltarule.ops.memory.triton.network_scan import network_scan_kernel
-from deltarule.ops.memory.triton.scan import memory_scan_kernel
 from deltarule.ops.registration import Gradients
 from deltarule.ops.runtime.named import launch
 from deltarule.ops.runtime.sizes import power_of_2
