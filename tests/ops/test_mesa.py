@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from deltarule import MesaState, mesa
 from deltarule.ops import mini_batches
 from deltarule.ops.mesa.api import IMPLEMENTATIONS, MORE_ITERATIONS
-from deltarule.ops.mesa.recursion import mesa_recursion
 from ops.contract import DOUBLE, HV, OPERATORS, H, K, draw, gradients, least_squares
 from oracles import mesa as oracle
 from tolerance import assert_close, relative_rms
@@ -135,34 +134,3 @@ def test_a_constant_decay_and_none():
     spread = rate.expand(2, 9, HV)
     assert_same(run(x | {"log_decay": rate}), run(x | {"log_decay": spread}))
     assert_same(run(x | {"log_decay": None}), run(x | {"log_decay": 0 * spread}))
-
-
-@pytest.mark.parametrize("decays", [False, True])
-def test_the_recursion_carries_the_inverse(decays):
-    """Without a decay it is the operator; with one it is the recursion that forgets the ridge."""
-    x = make(tokens=9)
-    decay = -torch.rand(2, 9, HV, dtype=DOUBLE) if decays else None
-    given = {"beta": x["beta"], "regularizer": x["regularizer"], "scale": 1.0}
-    found = mesa_recursion(x["q"], x["k"], x["v"], **given, log_decay=decay)
-    for row in range(2):
-        for head in range(HV):
-            q, k = (x[name][row, :, head * H // HV] for name in "qk")
-            gamma = None if decay is None else decay[row, :, head].exp()
-            o, (P, S) = oracle.sherman_morrison(
-                q, k, x["v"][row, :, head], x["beta"][row, :, head], x["regularizer"][head], gamma
-            )
-            assert relative_rms(found.o[row, :, head], o) <= 1e-12
-            assert relative_rms(found.inverse[row, head], P) <= 1e-12
-            assert relative_rms(found.state[row, head], S) <= 1e-12
-    if not decays:
-        exact = mesa(x["q"], x["k"], x["v"], **given, impl="reference", iterations=None)
-        assert relative_rms(found.o, exact.o) <= 1e-10
-        parts = [slice(0, 4), slice(4, 9)]
-        state, rows = None, []
-        for part in parts:
-            cut = {name: x[name][:, part] for name in ("q", "k", "v", "beta")}
-            o, *state = mesa_recursion(
-                **cut, regularizer=x["regularizer"], scale=1.0, initial_state=state
-            )
-            rows.append(o)
-        assert relative_rms(torch.cat(rows, 1), found.o) <= 1e-12

@@ -50,11 +50,9 @@ def run(arguments: Arguments, backend: str) -> MesaOutput:
 
     All is PyTorch's but the hot stage, the conjugate gradients, which the backend runs.
     """
-    q, cu_seqlens, state = (arguments[name] for name in ("q", "cu_seqlens", "initial_state"))
-    if decodes(q, cu_seqlens, (*arguments.values(), *(state or ()))):
-        given = {name: x for name, x in arguments.items() if name != "cu_seqlens"}
-        return mesa_step(**given, backend=backend)
-    return chunked.mesa(**arguments, backend=backend)
+    given = (*arguments.values(), *(arguments["initial_state"] or ()))
+    few = decodes(arguments["q"], arguments["cu_seqlens"], given)
+    return (mesa_step if few else chunked.mesa)(arguments, backend)
 
 
 IMPLEMENTATIONS = forms(why_not_triton, run, lambda arguments: reference.mesa(**arguments))
@@ -139,7 +137,12 @@ def mesa(
             "log_decay must be [HV] or [B, T, HV]: a decay of each key channel would leave no "
             "symmetric sum of k k^T"
         )
-    check_iterations(iterations)
+    steps = isinstance(iterations, int) and not isinstance(iterations, bool) and iterations >= 1
+    if not (steps or iterations is None or iterations == "auto"):
+        raise ValueError(
+            f'iterations must be an integer of 1 or more, "auto", or None to solve exactly, '
+            f"got {iterations!r}"
+        )
     if iterations == "auto":
         exact = q.device.type == "cpu" and impl != "triton"
         iterations = None if exact else key_size + MORE_ITERATIONS
@@ -154,17 +157,6 @@ def mesa(
     arguments |= {"log_decay": log_decay, "iterations": iterations, "scale": scale}
     arguments |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
     return run_plain(IMPLEMENTATIONS, arguments, impl, q.device, return_state)
-
-
-def check_iterations(iterations: Iterations) -> None:
-    """A number of steps, "auto" or None."""
-    if iterations is None or iterations == "auto":
-        return
-    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
-        raise ValueError(
-            f'iterations must be an integer of 1 or more, "auto", or None to solve exactly, '
-            f"got {iterations!r}"
-        )
 
 
 def check_state(state: MesaState | None, size: tuple[int, int, int, int], q: Tensor) -> None:

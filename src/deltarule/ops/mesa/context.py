@@ -15,13 +15,9 @@ from deltarule.shapes import Beta, Keys, MesaState, Values
 
 
 def starting_sums(
-    context: Context,
-    k: Keys,
-    v: Values,
-    beta: Beta,
-    log_decay: Tensor | None,
+    context: Context, k: Keys, v: Values, beta: Beta, log_decay: Tensor | None,
     given: MesaState | None,
-) -> MesaState:
+) -> MesaState:  # fmt: skip
     """Return the sums before each sequence here, as given where it begins here."""
     first, sequences = len(k), context.sequences or len(k)
     heads, dtype = v.shape[2], torch.promote_types(k.dtype, torch.float32)

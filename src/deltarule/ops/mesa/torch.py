@@ -6,8 +6,6 @@ With start_i the decay from the chunk's start to token i, and between_ij that fr
     G_i x = start_i G_0 x + sum_{j <= i} between_ij beta_j (k_j . x) v_j
 
 so a step of the conjugate gradients for all tokens of all chunks is four matrix products.
-
-The solver, and its gradient, are in mesa_solution.py.
 """
 
 from typing import NamedTuple
@@ -18,6 +16,7 @@ from torch import Tensor
 from deltarule.ops.chunks import chunk_size
 from deltarule.ops.mini_batches import MiniBatches, lay_out
 from deltarule.ops.operators import Operator, is_dual
+from deltarule.ops.plain import Arguments
 from deltarule.ops.registration import Backward, Gradients, Rules
 from deltarule.shapes import MesaOutput, MesaState
 
@@ -149,38 +148,26 @@ iterations_operator = Operator(
 )  # fmt: skip
 
 
-def mesa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    beta: Tensor,
-    regularizer: Tensor,
-    log_decay: Tensor | None,
-    iterations: int | None,
-    scale: float,
-    initial_state: MesaState | None,
-    cu_seqlens: Tensor | None,
-    backend: str = "torch",
-) -> MesaOutput:
-    """Outputs and final state, in float32 or float64; see the definition in the reference.
+def mesa(given: Arguments, backend: str) -> MesaOutput:
+    """Outputs and final state, in float32 or float64, of what the operator has checked.
 
     `backend` is that of the conjugate gradients, "torch" or "triton".
     """
+    q, k, v, beta, log_decay = (given[name] for name in ("q", "k", "v", "beta", "log_decay"))
+    state, cu_seqlens = given["initial_state"], given["cu_seqlens"]
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, tokens, _, key_size = q.shape
     heads = v.shape[2]
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     # One recurrence carries both, as [H; G] of each sequence.
-    if initial_state is None:
+    if state is None:
         table = q.new_zeros(sequences, heads, key_size + v.shape[3], key_size, dtype=dtype)
     else:
-        table = torch.cat(initial_state, dim=-2)
+        table = torch.cat(state, dim=-2)
     if tokens == 0 or batch == 0:
         return MesaOutput(v.new_zeros(batch, tokens, *v.shape[2:]), _split(table, key_size))
-    chunks = lay_out(
-        q, chunk_size(-(-tokens * batch // max(sequences, 1)), 1), cu_seqlens=cu_seqlens
-    )
+    mean = -(-tokens * batch // max(sequences, 1))
+    chunks = lay_out(q, chunk_size(mean, 1), cu_seqlens=cu_seqlens)
     q, k, values = (chunks.cut(x.to(dtype)) for x in (q, k, v))
     q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
     start, between, end = decays(log_decay, beta, chunks, dtype)
@@ -188,10 +175,10 @@ def mesa(
     states, table = chunk_states(k, values, beta, start, end, table, chunks)
     H, G = states.split([key_size, v.shape[3]], dim=-2)
     weights = between * beta.unsqueeze(-2)
-    covariance = Covariance(k, weights, start, H, regularizer.to(dtype).unsqueeze(-2))
-    x = solve(covariance, q, iterations, backend)
+    ridge = given["regularizer"].to(dtype).unsqueeze(-2)
+    x = solve(Covariance(k, weights, start, H, ridge), q, given["iterations"], backend)
     o = start * (x @ G.mT) + ((x @ k.mT) * weights) @ values
-    return MesaOutput(chunks.join(o * scale).to(v.dtype), _split(table, key_size))
+    return MesaOutput(chunks.join(o * given["scale"]).to(v.dtype), _split(table, key_size))
 
 
 def decays(
@@ -213,14 +200,9 @@ def decays(
 
 
 def chunk_states(
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    start: Tensor,
-    end: Tensor,
-    table: Tensor,
+    k: Tensor, v: Tensor, beta: Tensor, start: Tensor, end: Tensor, table: Tensor,
     chunks: MiniBatches,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[H; G] before each chunk [M, R, HV, K + V, K], and after each sequence [N, HV, K + V, K].
 
     S <- start_C S + sum_j end_j beta_j [k_j; v_j] k_j^T
