@@ -16,7 +16,7 @@ from deltarule.ops.long_convolution.history import (
     without_history,
 )
 from deltarule.ops.long_convolution.inputs import check_convolution, check_history
-from deltarule.ops.long_convolution.torch.operator import operator
+from deltarule.ops.long_convolution.torch import operator
 from deltarule.ops.plain import PlainImpl, check_counts, run_plain
 from deltarule.shapes import Keys, Offsets, Queries, RecurrentOutput, Values
 
@@ -108,14 +108,10 @@ class Convolution(NamedTuple):
         elif decodes(v, self.cu_seqlens, others):
             o = self.step(torch.cat([history, wide], dim=1))
         else:
-            o = operator(wide[..., -v.shape[-1] :], *self.given(wide.dtype), self.cu_seqlens)
+            q, k = (None if x is None else x.to(wide.dtype) for x in (self.q, self.k))
+            o = operator(wide[..., -v.shape[-1] :], self.taps, q, k, self.cu_seqlens)
             o = (o + self.of_history(history, wide)).to(v.dtype)
         return RecurrentOutput(o, state)
-
-    def given(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Taps, q and k in the dtype of sums."""
-        q, k = (None if x is None else x.to(dtype) for x in (self.q, self.k))
-        return self.taps, q, k
 
     def of_history(self, history: Tensor, wide: Tensor) -> Tensor:
         """What the tokens read of the rows before them: a sum beside theirs, exactly 0 of zeros."""
@@ -144,12 +140,7 @@ class Convolution(NamedTuple):
         return o.to(self.v.dtype)
 
 
-def run_reference(call: Convolution) -> RecurrentOutput:
-    """The definition, one token at a time, differentiable to any order."""
-    return reference.long_convolution(**call._asdict())
-
-
 IMPLEMENTATIONS: Table[Convolution, RecurrentOutput] = {
     "torch": Implementation(always, Convolution.run),
-    "reference": Implementation(always, run_reference),
+    "reference": Implementation(always, lambda call: reference.long_convolution(**call._asdict())),
 }

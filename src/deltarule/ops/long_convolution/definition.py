@@ -21,9 +21,9 @@ def long_convolution(
     written = computed(v if k is None else torch.cat([k, v], dim=-1))
     spans = sequences_of(v, cu_seqlens, lengths)
     outputs: list[list[Tensor]] = [[] for _ in range(len(v))]
-    states = []
+    states, size = [], (taps.shape[1] - 1, *written.shape[2:])
     for n, (row, first, last) in enumerate(spans):
-        earlier = written.new_zeros(taps.shape[1] - 1, *written.shape[2:])
+        earlier = written.new_zeros(size)
         past = list(earlier if initial_state is None else initial_state[n].to(written.dtype))
         for t in range(first, last):
             past.append(written[row, t])
@@ -31,7 +31,7 @@ def long_convolution(
             outputs[row].append(read(past, computed(taps), query).to(v.dtype))
             past.pop(0)
         states.append(torch.stack(past) if past else earlier)
-    state = torch.stack(states) if states else written.new_zeros(0, *earlier_size(written, taps))
+    state = torch.stack(states) if states else written.new_zeros(0, *size)
     return RecurrentOutput(stack_rows(outputs, v), state)
 
 
@@ -42,8 +42,3 @@ def read(past: list[Tensor], taps: Tensor, query: Tensor | None) -> Tensor:
         keys, rows = rows.split([query.shape[1], rows.shape[2] - query.shape[1]], dim=2)
         weight = weight * (query * keys).sum(-1)
     return (weight.unsqueeze(-1) * rows).sum(0)
-
-
-def earlier_size(written: Tensor, taps: Tensor) -> tuple[int, ...]:
-    """[L - 1, H, K + V]."""
-    return taps.shape[1] - 1, *written.shape[2:]

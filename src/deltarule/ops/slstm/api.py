@@ -4,9 +4,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from deltarule.ops.checks import FLOATS, check_gate, shape
+from deltarule.ops.checks import FLOATS, shape
 from deltarule.ops.fused_kernels import why_not_fused
-from deltarule.ops.plain import PlainImpl, check_state_tensor, count_sequences, forms, run_plain
+from deltarule.ops.plain import (
+    PlainImpl,
+    check_per_head,
+    check_state_tensor,
+    count_sequences,
+    forms,
+    run_plain,
+)
 from deltarule.ops.slstm import definition as reference
 from deltarule.ops.slstm import registered
 from deltarule.ops.slstm.inputs import SLSTMInputs
@@ -16,18 +23,15 @@ from deltarule.shapes import Offsets, RecurrentOutput
 MAX_CHANNELS = 256
 
 
-def run_reference(inputs: SLSTMInputs) -> RecurrentOutput:
-    """The definition, differentiable to any order."""
-    return reference.slstm(**inputs._asdict())
-
-
 def why_not_triton(inputs: SLSTMInputs) -> str | None:
     if (size := inputs.gates.shape[-1]) > MAX_CHANNELS:
         return f"the Triton kernels take heads of up to {MAX_CHANNELS} channels, got {size}"
     return why_not_fused(inputs.gates)
 
 
-IMPLEMENTATIONS = forms(why_not_triton, registered.run, run_reference)
+IMPLEMENTATIONS = forms(
+    why_not_triton, registered.run, lambda inputs: reference.slstm(**inputs._asdict())
+)
 
 
 def slstm(
@@ -80,7 +84,13 @@ def slstm(
 
     Source: xLSTM, arXiv 2405.04517, eq. 8 to 17, with sigmoid forget gates.
     """
-    check_gates(gates, recurrent)
+    five = isinstance(gates, Tensor) and gates.ndim == 5 and gates.shape[3] == 4
+    if not five or gates.dtype not in FLOATS:
+        given = f"{gates.dtype} {shape(gates)}" if isinstance(gates, Tensor) else type(gates)
+        raise ValueError(f"gates must be a floating-point tensor [B, T, H, 4, D], got {given}")
+    heads, _, channels = gates.shape[2:]
+    weights = heads, 4, channels, channels
+    check_per_head("recurrent", recurrent, "[H, 4, D, D]", weights, gates)
     size = count_sequences(gates, lengths, cu_seqlens), *gates.shape[2:]
     if initial_state is None:
         wide = torch.promote_types(gates.dtype, torch.float32)
@@ -88,14 +98,3 @@ def slstm(
     check_state_tensor("initial_state", initial_state, "[N, H, 4, D]", size, gates)
     inputs = SLSTMInputs(gates, recurrent, initial_state, lengths, cu_seqlens)
     return run_plain(IMPLEMENTATIONS, inputs, impl, gates.device, return_state)
-
-
-def check_gates(gates: Tensor, recurrent: Tensor) -> None:
-    five = isinstance(gates, Tensor) and gates.ndim == 5 and gates.shape[3] == 4
-    if not five or gates.dtype not in FLOATS:
-        given = f"{gates.dtype} {shape(gates)}" if isinstance(gates, Tensor) else type(gates)
-        raise ValueError(f"gates must be a floating-point tensor [B, T, H, 4, D], got {given}")
-    if recurrent is None:
-        raise ValueError("recurrent must be a tensor [H, 4, D, D], got None")
-    heads, _, size = gates.shape[2:]
-    check_gate("recurrent", recurrent, gates, {"[H, 4, D, D]": (heads, 4, size, size)})

@@ -53,13 +53,15 @@ def tanh(b_x):
 
 
 @triton.jit
-def rows_of_program(start, length, N, BB: tl.constexpr):
-    """Sequences of this program, their first rows, and their tokens."""
+def rows_of_program(start, length, N, i_h, o_d, H: tl.constexpr, D: tl.constexpr, BB: tl.constexpr):
+    """Sequences of this program, their first rows, their tokens, and where their states lie."""
     o_n = tl.program_id(0) * BB + tl.arange(0, BB)
     m_n = o_n < N
     first = tl.load(start + o_n, mask=m_n, other=0)
     tokens = tl.load(length + o_n, mask=m_n, other=0)
-    return tl.minimum(o_n, N - 1).to(tl.int64), m_n, first, tokens
+    o_n = tl.minimum(o_n, N - 1).to(tl.int64)
+    mask = m_n[:, None] & (o_d < D)[None, :]
+    return m_n, first, tokens, mask, ((o_n * H + i_h) * 4 * D)[:, None] + o_d[None, :]
 
 
 @triton.jit

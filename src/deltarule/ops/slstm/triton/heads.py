@@ -45,9 +45,8 @@ def slstm_forward_kernel(
 ):  # fmt: skip
     """o, the last state, with `states` all of them; weights [H, 4, D, D] are R^T of each gate."""
     i_h, o_d = tl.program_id(1), tl.arange(0, BD)
-    o_n, m_n, first, tokens = cell.rows_of_program(start, length, N, BB)
-    mask = m_n[:, None] & (o_d < D)[None, :]
-    p_state = ((o_n * H + i_h) * 4 * D)[:, None] + o_d[None, :]
+    rows = cell.rows_of_program(start, length, N, i_h, o_d, H, D, BB)
+    m_n, first, tokens, mask, p_state = rows
     b_h, b_c, b_n, b_m = cell.load_four(before, p_state, mask, D)
     p_h = scratch + (tl.program_id(0) * BB + tl.arange(0, BB)).to(tl.int64) * H * D + i_h * D
     p_w = weights + i_h * 4 * D * D
@@ -78,9 +77,8 @@ def slstm_backward_kernel(
 ):  # fmt: skip
     """Gradients in the place of the gates, and by the state before; weights [H, 4 D, D] are R."""
     i_h, o_d = tl.program_id(1), tl.arange(0, BD)
-    o_n, m_n, first, tokens = cell.rows_of_program(start, length, N, BB)
-    mask = m_n[:, None] & (o_d < D)[None, :]
-    p_state = ((o_n * H + i_h) * 4 * D)[:, None] + o_d[None, :]
+    rows = cell.rows_of_program(start, length, N, i_h, o_d, H, D, BB)
+    m_n, first, tokens, mask, p_state = rows
     b_dh, b_dc, b_dn, _ = cell.load_four(d_final, p_state, mask, D)
     p_w = weights + i_h * 4 * D * D
     for s in range(tl.max(tokens)):

@@ -69,9 +69,8 @@ def split_forward_kernel(
     """
     i_h, i_w, o_e = tl.program_id(1), tl.program_id(2), tl.arange(0, BD)
     o_d = i_w * BW + tl.arange(0, BW)
-    o_n, m_n, first, tokens = cell.rows_of_program(start, length, N, BB)
-    mask = m_n[:, None] & (o_d < D)[None, :]
-    p_state = ((o_n * H + i_h) * 4 * D)[:, None] + o_d[None, :]
+    rows = cell.rows_of_program(start, length, N, i_h, o_d, H, D, BB)
+    _, first, tokens, mask, p_state = rows
     b_h, b_c, b_n, b_m = cell.load_four(final, p_state, mask, D)
     o_row = tl.program_id(0) * BB + tl.arange(0, BB)
     p_h, half = passed + (o_row * H + i_h) * D, tl.num_programs(0) * BB * H * D
@@ -124,9 +123,8 @@ def split_backward_kernel(
     """
     i_h, i_w, o_e = tl.program_id(1), tl.program_id(2), tl.arange(0, BD)
     o_d = i_w * BW + tl.arange(0, BW)
-    o_n, m_n, first, tokens = cell.rows_of_program(start, length, N, BB)
-    mask = m_n[:, None] & (o_d < D)[None, :]
-    p_state = ((o_n * H + i_h) * 4 * D)[:, None] + o_d[None, :]
+    rows = cell.rows_of_program(start, length, N, i_h, o_d, H, D, BB)
+    _, first, tokens, mask, p_state = rows
     b_dh, b_dc, b_dn, b_0 = cell.load_four(d_before, p_state, mask, D)
     o_row = tl.program_id(0) * BB + tl.arange(0, BB)
     p_row, part = passed + (o_row * H + i_h) * D, tl.num_programs(0) * BB * H * D

@@ -1,1 +1,0 @@
-"""`long_convolution` in PyTorch: halves by FFT, products for wide keys, and the operator."""
