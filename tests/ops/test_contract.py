@@ -6,10 +6,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from opchecked import Registered, opcheck_all
 from ops.contract import OPERATORS, gradients, weighted
+from oracle import make_case
 from tolerance import assert_close, relative_rms
 
 LENGTHS = (3, 0, 66, 1, 5)
 every = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+RECURRENCES = ["no decay", "gated attention", "gated delta", "channels", "free erase"]
 REGISTERED = [name for name in OPERATORS if not name.startswith(("ttt", "titans"))]
 every_layout = pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["rows", "packed"])
 every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
@@ -74,6 +76,38 @@ def test_packed_equals_separate(operator, impl):
         own = o[:, start : start + length], *(y[i : i + 1] for y in states)
         assert_alike(own, alone)
         start += length
+
+
+@every_impl
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_empty_tokens_change_nothing(name, impl):
+    operator = OPERATORS[name]
+    x, padded = operator.draw(tokens=40), {}
+    for timed in operator.timed(x):
+        zeros = torch.zeros_like(x[timed][:, : 7 * operator.rows.get(timed, 1)])
+        padded[timed] = torch.cat([zeros, x[timed], zeros], 1)
+    o, state = operator.run(**(x | padded), impl=impl)
+    assert_alike((o[:, 7:47], state), operator.run(**x, impl=impl))
+
+
+@every_impl
+@pytest.mark.parametrize("name", RECURRENCES)
+@pytest.mark.parametrize("batch", [2, 9])
+def test_a_row_alone_equals_the_row_in_a_batch(name, impl, batch):
+    operator = OPERATORS[name]
+    x = {n: y.float() for n, y in operator.draw(batch, 100).items()}
+    weights = [torch.randn_like(y) for y in operator.run(**x, impl=impl)]
+
+    def both(rows):
+        leaves = {n: y[rows].clone().requires_grad_() for n, y in x.items()}
+        outputs = operator.run(**leaves, impl=impl)
+        given = list(leaves.values()), [weight[rows] for weight in weights]
+        return [*outputs, *torch.autograd.grad(outputs, *given)]
+
+    together = both(slice(None))
+    for i in (0, batch - 1):
+        row = slice(i, i + 1)
+        assert all(torch.equal(y, of[row]) for y, of in zip(both(row), together, strict=True))
 
 
 @every
@@ -194,6 +228,13 @@ def test_float32_is_within_its_bar(name):
     outputs, exact = operator.run(**x, impl="torch"), operator.run(**wide, impl="reference")
     for y, expected in zip(outputs, exact, strict=True):
         assert_close(y, expected, dtype=torch.float32)
+
+
+def test_a_long_sequence_does_not_drift():
+    sizes = {"batch": 1, "tokens": 20_000, "heads": 1, "value_heads": 1}
+    case = make_case("head", "tied", **sizes, dtype=torch.float32)
+    exact = case.to(torch.float64).run("torch")
+    assert relative_rms(case.run("torch").final_state, exact.final_state) <= 1e-6
 
 
 @every

@@ -87,21 +87,3 @@ def test_it_is_the_layers_convolution(impl) -> None:
         padded = F.pad(x, (0, 0, 3, 0))
     assert_close(y, torch.stack([whole(row, layer.weight.detach(), None) for row in x]))
     assert torch.equal(pool, padded[[1, 0], -3:].half())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"weight": torch.zeros(5, 4)}, r"weight must be \[D, W\] = \[6"),
-        ({"bias": torch.zeros(5)}, r"bias must be \[D\] = \[6\] or None"),
-        ({"state": torch.zeros(3, 2, 6)}, r"must have R >= 3, got R = 2"),
-        ({"accepted": torch.tensor([1, 1])}, r"must have R >= 4, got R = 3"),
-        ({"state_indices": torch.tensor([1, 1])}, "must name no slot twice"),
-        ({"x": torch.zeros(2, 2, 6).requires_grad_()}, "pool_convolution has no gradient"),
-    ],
-)
-def test_bad_arguments_are_named(changes, message) -> None:
-    good = {"x": torch.zeros(2, 2, 6), "weight": torch.zeros(6, 4), "state": torch.zeros(3, 3, 6),
-            "state_indices": torch.tensor([2, -1])}  # fmt: skip
-    with pytest.raises(ValueError, match=message):
-        pool_convolution(**good | changes)
