@@ -7,13 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.ops.checks import check_axes, readable, shape
-from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose
+from deltarule.ops.dispatch import Impl, choose
 from deltarule.ops.few_tokens import check_no_gradient
 from deltarule.ops.fused import short_conv as fused
 from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.ops.pack import check_cu_seqlens
+from deltarule.ops.plain import forms
 from deltarule.ops.serving import definition
-from deltarule.ops.serving.inputs import check_indices, check_out, check_pool, offsets_of
+from deltarule.ops.serving.inputs import check_out, check_pool, check_slots, offsets_of
 from deltarule.ops.serving.pool import read, write
 from deltarule.shapes import Hidden, Offsets
 
@@ -124,8 +125,7 @@ def check(call: Convolution, out: Tensor | None) -> None:
     rows = len(call.offsets) - 1
     check_axes("state", state, "[slots, R, D]", 3)
     check_pool("state", state, (state.shape[1], channels), "[slots, R, D]", DTYPES)
-    check_indices("state_indices", reads, rows, state, null_index, written=reads is writes)
-    check_indices("write_indices", writes, rows, state, null_index)
+    check_slots(reads, writes, rows, state, null_index)
     check_out(out, x, x.shape)
     check_no_gradient("pool_convolution", (x, weight, bias, state, out))
     least = call.reach
@@ -208,11 +208,6 @@ def run_triton(call: Convolution) -> Tensor:
     return y if within else finished(y, call, call.activated)
 
 
-def run_reference(call: Convolution) -> Tensor:
-    y = definition.convolution(call)
-    return (F.silu(y) if call.activated else y).view(call.x.shape)
-
-
 def finished(y: Tensor, call: Convolution, activated: bool) -> Tensor:
     """Bias and SiLU, rounded to x's dtype."""
     y = y if call.bias is None else y + call.bias.to(y.dtype)
@@ -225,9 +220,13 @@ def why_not_triton(call: Convolution) -> str | None:
     return "x has no numbers" if call.x.numel() == 0 else why_not_fused(call.x)
 
 
-# In the order in which impl="auto" prefers them.
-CONVOLUTIONS: Table[Convolution, Tensor] = {
-    "triton": Implementation(why_not=why_not_triton, run=run_triton),
-    "torch": Implementation(why_not=always, run=run_torch),
-    "reference": Implementation(why_not=always, run=run_reference),
-}
+def run(call: Convolution, backend: str) -> Tensor:
+    return run_triton(call) if backend == "triton" else run_torch(call)
+
+
+def run_reference(call: Convolution) -> Tensor:
+    y = definition.convolution(call)
+    return (F.silu(y) if call.activated else y).view(call.x.shape)
+
+
+CONVOLUTIONS = forms(why_not_triton, run, run_reference)

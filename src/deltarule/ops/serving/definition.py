@@ -20,14 +20,12 @@ Run = Callable[[Inputs], RecurrentOutput]
 def stretch(inputs: Inputs, first: int, last: int, state: Tensor) -> Inputs:
     """Tokens first to last of rows that lie end to end, begun from state [HV, V, K]."""
 
-    def cut(x: Tensor | None, steps: int = 1) -> Tensor | None:
-        return None if x is None else x.flatten(0, 1)[first * steps : last * steps].unsqueeze(0)
-
-    per_step = {name: cut(getattr(inputs, name), inputs.n_steps) for name in ("k", "v", "beta")}
-    per_token = {name: cut(getattr(inputs, name)) for name in ("q", "a", "b", "log_decay")}
-    return inputs._replace(
-        **per_step, **per_token, cu_seqlens=None, initial_state=state.to(inputs.dtype).unsqueeze(0)
-    )
+    found = {"cu_seqlens": None, "initial_state": state.to(inputs.dtype).unsqueeze(0)}
+    for name in ("q", "k", "v", "beta", "a", "b", "log_decay"):
+        n = inputs.n_steps if name in ("k", "v", "beta") else 1
+        if (x := getattr(inputs, name)) is not None:
+            found[name] = x.flatten(0, 1)[first * n : last * n].unsqueeze(0)
+    return inputs._replace(**found)
 
 
 def taken(state: Tensor, slot: int, null_index: int) -> Tensor:

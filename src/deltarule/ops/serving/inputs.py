@@ -42,6 +42,12 @@ def check_indices(
             raise ValueError(f"{name} must name no slot twice, got {indices.tolist()}")
 
 
+def check_slots(reads: Tensor, writes: Tensor, rows: int, pool: Tensor, null_index: int) -> None:
+    """The slot that each of so many rows starts from, and the one where it ends."""
+    check_indices("state_indices", reads, rows, pool, null_index, written=reads is writes)
+    check_indices("write_indices", writes, rows, pool, null_index)
+
+
 def check_out(out: Tensor | None, like: Tensor, expected: Sequence[int]) -> None:
     """Room for the outputs, in one piece."""
     if out is None:

@@ -19,7 +19,7 @@ from deltarule.ops.delta_rule.torch import passes
 from deltarule.ops.dispatch import Impl, choose, first_that_runs
 from deltarule.ops.few_tokens import check_no_gradient
 from deltarule.ops.serving import definition
-from deltarule.ops.serving.inputs import check_indices, check_out, check_pool, offsets_of
+from deltarule.ops.serving.inputs import check_out, check_pool, check_slots, offsets_of
 from deltarule.ops.serving.pool import read, write
 from deltarule.shapes import Beta, Decay, Erase, Keys, Offsets, Outputs, Queries, State, Values
 
@@ -130,7 +130,7 @@ def pool_prefill(
     writes = state_indices if write_indices is None else write_indices
     call = Prefill(inputs, state, state_indices, writes, null_index, borders)
     check(call, out)
-    o, found = run_with_definition(call) if impl == "reference" else run(call, impl)
+    o, found = run(call, impl)
     return PrefillOutput(o if out is None else out.copy_(o), found)
 
 
@@ -139,16 +139,11 @@ def check(call: Prefill, out: Tensor | None) -> None:
     inputs, state, reads, writes, null_index, borders = call
     size, rows = inputs.state_shape[1:], inputs.sequences
     check_pool("state", state, size, "[slots, HV, V, K]", STATE_DTYPES[inputs.dtype])
-    check_indices("state_indices", reads, rows, state, null_index, written=reads is writes)
-    check_indices("write_indices", writes, rows, state, null_index)
+    check_slots(reads, writes, rows, state, null_index)
     check_out(out, inputs.v, inputs.output_shape)
     check_no_gradient("pool_prefill", (*inputs[:7], state, out))
-    if borders is not None:
-        check_borders(call, borders)
-
-
-def check_borders(call: Prefill, borders: Tensor) -> None:
-    """Tokens where chunks begin."""
+    if borders is None:
+        return
     if CHUNK_ROWS % call.inputs.n_steps:
         raise ValueError(
             f"borders need n_steps that divides {CHUNK_ROWS}, got {call.inputs.n_steps}"
@@ -174,6 +169,10 @@ def within(offsets: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 def run(call: Prefill, impl: str) -> tuple[Tensor, Tensor | None]:
     """Out of the slots, through the operator, into the slots."""
+    if impl == "reference":
+        o, before = definition.prefill(lambda inputs: run_reference(Request(inputs)), call)
+        nothing = call.state.new_zeros(0, *call.state.shape[1:], dtype=call.inputs.dtype)
+        return o, None if call.borders is None else torch.stack(before) if before else nothing
     with torch.no_grad():
         start = read(call.state, call.reads, call.null_index, call.inputs.dtype)
         inputs = call.inputs._replace(initial_state=start)
@@ -201,24 +200,14 @@ def border_states(call: Prefill, saved: Tensor, backend: str) -> Tensor:
         size = passes.plan(inputs)[0]
         counts = -(-offsets.diff() // size)
         return saved[(counts.cumsum(0) - counts)[sequence] + place // size]
-    size, states = triton_states(inputs, saved)
+    from deltarule.ops.delta_rule.triton import passes as kernels
+    from deltarule.ops.delta_rule.triton.plan import Call, make_plan
+
+    kept: Any = Call(inputs, make_plan(inputs))
+    kernels.keep(kept, True, saved)
+    size = kept.plan.sizes["CT"]
     first = offsets[:-1] // size + torch.arange(inputs.sequences, device=offsets.device)
     if inputs.cu_seqlens is None:
         first = torch.arange(inputs.sequences, device=offsets.device)
         first *= -(-inputs.q.shape[1] // size)
-    return states[first[sequence] + place // size]
-
-
-def triton_states(inputs: Inputs, saved: Tensor) -> tuple[int, Tensor]:
-    """Tokens in a chunk, and the states at the starts of chunks, of what the kernels kept."""
-    from deltarule.ops.delta_rule.triton import passes, plan
-
-    call: Any = plan.Call(inputs, plan.make_plan(inputs))
-    passes.keep(call, True, saved)
-    return call.plan.sizes["CT"], call["states"]
-
-
-def run_with_definition(call: Prefill) -> tuple[Tensor, Tensor | None]:
-    o, before = definition.prefill(lambda inputs: run_reference(Request(inputs)), call)
-    found = call.state.new_zeros(0, *call.state.shape[1:], dtype=call.inputs.dtype)
-    return o, None if call.borders is None else torch.stack(before) if before else found
+    return kept["states"][first[sequence] + place // size]

@@ -105,20 +105,6 @@ def pool_step(
     return room
 
 
-def offsets(step: Step) -> Tensor:
-    """[N + 1], of the rows of a batch too."""
-    return offsets_of(step.inputs.cu_seqlens, step.inputs.q)
-
-
-def starts(step: Step, slots: Tensor) -> Tensor:
-    """[N] the slot that each row starts from."""
-    if slots.ndim == 1:
-        return slots
-    if step.accepted is None:
-        return slots[:, 0]
-    return slots.gather(1, step.accepted.long().unsqueeze(1) - 1).squeeze(1)
-
-
 def check(step: Step, slots: Tensor) -> None:
     """What a pool asks beyond the checks of the operators."""
     inputs, state, accepted = step.inputs, step.state, step.accepted
@@ -133,7 +119,7 @@ def check(step: Step, slots: Tensor) -> None:
         )
     if most is None or not readable(state):
         return
-    longest = max(offsets(step).diff().tolist(), default=0)
+    longest = max(offsets_of(inputs.cu_seqlens, inputs.q).diff().tolist(), default=0)
     if longest > most:
         raise ValueError(f"state_indices [N, S] must have S >= {longest} tokens, got S = {most}")
     if accepted is not None and not ((accepted >= 1) & (accepted <= most)).all():
@@ -142,10 +128,14 @@ def check(step: Step, slots: Tensor) -> None:
 
 def run_torch(step: Step) -> None:
     """Rows filled up to the longest, and the states after the tokens that there are."""
-    inputs, maps, state, slots, null_index, _, _, out = step
+    inputs, maps, state, slots, null_index, _, accepted, out = step
     assert slots is not None
     assert out is not None
-    ends, first = offsets(step), starts(step, slots)
+    # The slot that each row starts from.
+    first = slots if slots.ndim == 1 else slots[:, 0]
+    if accepted is not None:
+        first = slots.gather(1, accepted.long().unsqueeze(1) - 1).squeeze(1)
+    ends = offsets_of(inputs.cu_seqlens, inputs.q)
     lengths = ends.diff()
     longest = int(lengths.max()) if len(lengths) else 0
     out.zero_()
@@ -171,18 +161,15 @@ def run_torch(step: Step) -> None:
 def filled(inputs: Inputs, token: Tensor) -> Inputs:
     """The tokens [N, S] of rows that lie end to end, as rows of a batch."""
 
-    def picked(x: Tensor | None, steps: int = 1) -> Tensor | None:
+    def picked(x: Tensor | None, steps: int) -> Tensor | None:
         if x is None:
             return None
         return x.flatten(0, 1).unflatten(0, (-1, steps))[token].flatten(1, 2)
 
-    per_step: dict[str, Any] = {
-        name: picked(getattr(inputs, name), inputs.n_steps) for name in ("k", "v", "beta")
-    }
-    per_token: dict[str, Any] = {
-        name: picked(getattr(inputs, name)) for name in ("q", "a", "b", "log_decay")
-    }
-    return inputs._replace(**per_step, **per_token, cu_seqlens=None)
+    rows = dict.fromkeys(("q", "a", "b", "log_decay"), 1)
+    rows |= dict.fromkeys(("k", "v", "beta"), inputs.n_steps)
+    found: dict[str, Any] = {name: picked(getattr(inputs, name), n) for name, n in rows.items()}
+    return inputs._replace(**found, cu_seqlens=None)
 
 
 def run_triton(step: Step) -> None:
@@ -193,7 +180,7 @@ def run_triton(step: Step) -> None:
 
 def run_reference_step(step: Step) -> None:
     assert step.out is not None
-    inputs, ends = step.maps.applied(step.inputs), offsets(step)
+    inputs, ends = step.maps.applied(step.inputs), offsets_of(step.inputs.cu_seqlens, step.inputs.q)
     step.out.copy_(definition.step(lambda x: run_reference(Request(x)), inputs, step, ends))
 
 
