@@ -9,20 +9,15 @@ from deltarule.ops import checks
 from deltarule.ops.context import Context
 from deltarule.ops.dispatch import Impl, choose, why_no_triton, without_autocast
 from deltarule.ops.few_tokens import decodes
+from deltarule.ops.folding import MORE_HEADS
+from deltarule.ops.operators import Backend, Recurrence
 from deltarule.ops.plain import count_sequences, forms
 from deltarule.ops.selective_scan import definition as reference
+from deltarule.ops.selective_scan import torch as chunked
 from deltarule.ops.selective_scan.context import over_context
 from deltarule.ops.selective_scan.inputs import ScanInputs
-from deltarule.ops.selective_scan.registered import scan_operator
 from deltarule.ops.selective_scan.step import step
 from deltarule.shapes import Offsets, Outputs, RecurrentOutput, State, Values
-
-
-def run_reference(inputs: ScanInputs) -> RecurrentOutput:
-    """The definition, one token at a time, differentiable to any order."""
-    with without_autocast(inputs.v.device):
-        return reference.selective_scan(**inputs._asdict())
-
 
 # Key channels of the widest tile that a program of the Triton kernels holds.
 MAX_KEY_CHANNELS = 4096
@@ -39,9 +34,27 @@ def why_not_triton(inputs: ScanInputs) -> str | None:
     return None
 
 
+def backend_of(name: str) -> Backend:
+    """Triton is an extra, imported where it runs."""
+    if name == "torch":
+        return Backend(chunked.forward, chunked.backward, chunked.chunk_states_shape)
+    from deltarule.ops.selective_scan.triton import passes
+
+    return Backend(passes.forward, passes.backward, passes.saved_shape)
+
+
+# Under vmap the mapped axis becomes heads, which are independent, and which every argument has.
+scan_operator = Recurrence("selective_scan", ScanInputs, backend_of, 9, MORE_HEADS)
+
+
 def run(inputs: ScanInputs, backend: str) -> RecurrentOutput:
     """Chunks, with a backward of their own."""
     return scan_operator.run(inputs, backend if inputs.v.numel() else "torch")
+
+
+def run_reference(inputs: ScanInputs) -> RecurrentOutput:
+    with without_autocast(inputs.v.device):
+        return reference.selective_scan(**inputs._asdict())
 
 
 IMPLEMENTATIONS = forms(why_not_triton, run, run_reference)
@@ -119,7 +132,11 @@ def selective_scan(
     Source: Mamba, arXiv 2312.00752, algorithm 2; DFW, arXiv 2210.04243; Longhorn, arXiv 2407.14207,
     section 3.2; table 4 of arXiv 2406.06484.
     """
-    check_values(v)
+    checks.check_axes("v", v, "[B, T, HV, V]", 4)
+    if v.dtype not in checks.FLOATS:
+        raise ValueError(f"v must be float64, float32, bfloat16 or float16, got {v.dtype}")
+    if v.shape[2] == 0 or v.shape[3] == 0:
+        raise ValueError(f"v needs at least one head and one channel, got {checks.shape(v)}")
     decays = {"delta": delta, "A": A, "value_log_decay": value_log_decay, "log_decay": log_decay}
     if context is not None:
         given: dict[str, Any] = {"q": q, "k": k, "v": v, **decays, "beta": beta, "scale": scale}
@@ -138,7 +155,12 @@ def selective_scan(
     checks.check_gate("value_log_decay", value_log_decay, v, each_value)
     checks.check_gate("log_decay", log_decay, v, each_key)
     checks.check_gate("beta", beta, v, each_value)
-    check_precision(decays)
+    for name, gate in decays.items():
+        if gate is not None and gate.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{name} must be float32 (or float64), got {gate.dtype}: lower precision rounds a "
+                "slow decay to none; compute it with .float()"
+            )
     sequences = count_sequences(v, None, cu_seqlens)
     checks.check_state(
         "initial_state", initial_state, v, (sequences, heads, value_size, q.shape[-1])
@@ -151,20 +173,10 @@ def selective_scan(
 
 def dispatch_scan(inputs: ScanInputs, impl: str) -> RecurrentOutput:
     """Run the chosen implementation; a few tokens without a GPU's kernels need no chunks."""
-    others = (*inputs[:2], *inputs[3:9])
     stepwise = impl == "auto" and inputs.v.device.type == "cpu"
-    if stepwise and decodes(inputs.v, inputs.cu_seqlens, others):
+    if stepwise and decodes(inputs.v, inputs.cu_seqlens, (*inputs[:2], *inputs[3:9])):
         return step(inputs)
     return choose(IMPLEMENTATIONS, inputs, impl, inputs.v.device).run(inputs)
-
-
-def check_values(v: Tensor) -> None:
-    """Four axes with at least one head and one channel, in a dtype that there are kernels for."""
-    checks.check_axes("v", v, "[B, T, HV, V]", 4)
-    if v.dtype not in checks.FLOATS:
-        raise ValueError(f"v must be float64, float32, bfloat16 or float16, got {v.dtype}")
-    if v.shape[2] == 0 or v.shape[3] == 0:
-        raise ValueError(f"v needs at least one head and one channel, got {checks.shape(v)}")
 
 
 def check_channels(name: str, x: Tensor, v: Tensor, q: Tensor) -> None:
@@ -185,13 +197,3 @@ def check_channels(name: str, x: Tensor, v: Tensor, q: Tensor) -> None:
         )
     if x.dtype != v.dtype:
         raise ValueError(f"{name} is {x.dtype}, but v is {v.dtype}: q, k and v share one dtype")
-
-
-def check_precision(decays: dict[str, Tensor | None]) -> None:
-    """Refuse decays in 16 bits, which round a slow decay to none."""
-    for name, x in decays.items():
-        if x is not None and x.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"{name} must be float32 (or float64), got {x.dtype}: lower precision rounds a "
-                "slow decay to none; compute it with .float()"
-            )

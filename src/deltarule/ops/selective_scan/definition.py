@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from deltarule.ops.sequences import computed
 from deltarule.shapes import Offsets, Outputs, RecurrentOutput, State, Values
 
 
@@ -77,7 +78,3 @@ def entries(x: Tensor, heads: int) -> Tensor:
     if x.ndim == 3:
         return x[None, None]
     return x.repeat_interleave(heads // x.shape[2], dim=2).unsqueeze(-2)
-
-
-def computed(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

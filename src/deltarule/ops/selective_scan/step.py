@@ -13,28 +13,23 @@ from deltarule.shapes import RecurrentOutput
 
 def step(inputs: ScanInputs) -> RecurrentOutput:
     """Outputs [B, T, HV, V], and a new state [B, HV, V, K]."""
-    with torch.autocast(inputs.v.device.type, enabled=False):
-        return _step(inputs)
-
-
-def _step(inputs: ScanInputs) -> RecurrentOutput:
-    v, beta, dtype = inputs.v, inputs.beta, inputs.dtype
-    queries, keys = (of_tokens(x, v, dtype) for x in (inputs.q, inputs.k))
-    state = inputs.initial_state
-    if state is None:
-        state = v.new_zeros(inputs.state_shape, dtype=dtype)
-    outputs = []
-    for t in range(v.shape[1]):
-        key, write = keys[t], v[:, t].to(dtype).unsqueeze(-1)
-        decay = decay_of(inputs, t)
-        if beta is not None:
-            strength = beta[:, t].to(dtype).unsqueeze(-1)
-            kept = 1 - strength * key.square()
-            decay, write = kept if decay is None else decay * kept, strength * write
-        state = torch.addcmul(state if decay is None else state * decay, write, key)
-        outputs.append((state * queries[t]).sum(-1))
-    o = torch.stack(outputs, dim=1) * inputs.scale
-    return RecurrentOutput(o.to(v.dtype), state)
+    v, beta, dtype, outputs = inputs.v, inputs.beta, inputs.dtype, []
+    with torch.autocast(v.device.type, enabled=False):
+        queries, keys = (of_tokens(x, v, dtype) for x in (inputs.q, inputs.k))
+        state = inputs.initial_state
+        if state is None:
+            state = v.new_zeros(inputs.state_shape, dtype=dtype)
+        for t in range(v.shape[1]):
+            key, write = keys[t], v[:, t].to(dtype).unsqueeze(-1)
+            decay = decay_of(inputs, t)
+            if beta is not None:
+                strength = beta[:, t].to(dtype).unsqueeze(-1)
+                kept = 1 - strength * key.square()
+                decay, write = kept if decay is None else decay * kept, strength * write
+            state = torch.addcmul(state if decay is None else state * decay, write, key)
+            outputs.append((state * queries[t]).sum(-1))
+        o = torch.stack(outputs, dim=1) * inputs.scale
+        return RecurrentOutput(o.to(v.dtype), state)
 
 
 def decay_of(inputs: ScanInputs, t: int) -> Tensor | None:

@@ -12,7 +12,7 @@ Where the decay is one of key channels and one of value channels, the forward is
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,25 +28,15 @@ from deltarule.ops.selective_scan.inputs import ScanInputs
 Chunks = ScanInputs
 
 
-class Products(NamedTuple):
-    """Chunks of a decay of key channels and one of value channels, for `products`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_a: Tensor
-    log_b: Tensor
-
-
-def factors(chunks: Chunks) -> Products | None:
-    """These chunks as what is multiplied; None where each entry decays on its own."""
+def factors(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
+    """What `products` multiplies of these chunks; None where each entry decays on its own."""
     q, k, v, delta, _, log_b, log_a, beta = chunks[:8]
     if chunks.signed or delta is not None or beta is not None or q.ndim == 3 or k.ndim == 3:
         return None
     if not products.apply((q, k, v), (log_a, log_b)):
         return None
     log_a, log_b = (v.new_zeros(1) if x is None else x for x in (log_a, log_b))
-    return Products(q, k, v, log_a.expand(k.shape), log_b.expand(v.shape))
+    return q, k, v, log_a.expand(k.shape), log_b.expand(v.shape)
 
 
 def window_elements(device: torch.device) -> int:
@@ -117,7 +107,10 @@ def join_gradients(
 def forward(inputs: ScanInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final state, and the states at the starts of the chunks (none without `save`)."""
     o = inputs.v.new_empty(inputs.v.shape)
-    final_state = initial_state(inputs).clone(memory_format=torch.contiguous_format)
+    given = inputs.initial_state
+    if given is None:
+        given = torch.zeros(inputs.state_shape, dtype=inputs.dtype, device=inputs.v.device)
+    final_state = given.clone(memory_format=torch.contiguous_format)
     shape = chunk_states_shape(inputs) if save else (0, *inputs.state_shape[1:])
     saved = final_state.new_zeros(shape)
     with without_autocast(o.device):
@@ -176,12 +169,6 @@ def backward(
     return *given, None if inputs.initial_state is None else d_initial
 
 
-def initial_state(inputs: ScanInputs) -> Tensor:
-    if inputs.initial_state is not None:
-        return inputs.initial_state
-    return torch.zeros(inputs.state_shape, dtype=inputs.dtype, device=inputs.v.device)
-
-
 def decay(chunks: Chunks, t: int, with_erase: bool = True) -> Tensor:
     """[M, HV, V or 1, K or 1] the factor of the state at the t-th token of every chunk.
 
@@ -222,26 +209,22 @@ def chunk_starts(chunks: Chunks, state: Tensor, bounds: list[int]) -> Tensor:
     """[M, HV, V, K] the state at the start of every chunk; state [n, HV, V, K] is before them."""
     if len(bounds) == 2:
         return state[: bounds[1]].clone()
-    local, left = chunk_writes(chunks, state)
+    # What each chunk makes of a state of zeros, and what is left of any other.
+    if (given := factors(chunks)) is not None:
+        local, left = products.write(*given[1:])
+    else:
+        write, shape = written(chunks), (chunks.v.shape[0], *state.shape[1:])
+        local, left = state.new_zeros(shape), state.new_ones(shape)
+        for t in range(write.shape[2]):
+            factor = decay(chunks, t)
+            local.mul_(factor).addcmul_(write[:, :, t, :, None], at(chunks.k, t))
+            left.mul_(factor)
     starts = torch.empty_like(local)
     before = state
     for first, stop in pairwise(bounds):
         starts[first:stop] = before[: stop - first]
         before = torch.addcmul(local[first:stop], left[first:stop], starts[first:stop])
     return starts
-
-
-def chunk_writes(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
-    """What each chunk makes of a state of zeros, and what is left of any other: [M, HV, V, K]."""
-    if (given := factors(chunks)) is not None:
-        return products.write(*given[1:])
-    write, shape = written(chunks), (chunks.v.shape[0], *state.shape[1:])
-    local, left = state.new_zeros(shape), state.new_ones(shape)
-    for t in range(write.shape[2]):
-        factor = decay(chunks, t)
-        local.mul_(factor).addcmul_(write[:, :, t, :, None], at(chunks.k, t))
-        left.mul_(factor)
-    return local, left
 
 
 def read(chunks: Chunks, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,7 +261,11 @@ def read_backward(
     d_o: Tensor, d_ends: Tensor, chunks: Chunks, starts: Tensor
 ) -> tuple[Chunks, Tensor]:
     """Gradients by the chunks, and by the states at their starts."""
-    write, states = written(chunks), states_before(chunks, starts)
+    # The state before each token of a chunk, and after the last.
+    write, states = written(chunks), [starts]
+    for t in range(write.shape[2]):
+        state = states[-1] * decay(chunks, t)
+        states.append(state.addcmul_(write[:, :, t, :, None], at(chunks.k, t)))
     d = with_each(chunks, torch.zeros_like)
     d_write, d_state = torch.zeros_like(write), d_ends.clone()
     state = states.pop()
@@ -294,15 +281,6 @@ def read_backward(
     if chunks.beta is None or d.beta is None:
         return d._replace(v=d_write), d_state
     return d._replace(v=d_write * chunks.beta, beta=d.beta + d_write * chunks.v), d_state
-
-
-def states_before(chunks: Chunks, starts: Tensor) -> list[Tensor]:
-    """The state before each token of a chunk, and after the last: C + 1 times [M, HV, V, K]."""
-    write, states = written(chunks), [starts]
-    for t in range(write.shape[2]):
-        state = states[-1] * decay(chunks, t)
-        states.append(state.addcmul_(write[:, :, t, :, None], at(chunks.k, t)))
-    return states
 
 
 def decay_backward(d_factor: Tensor, chunks: Chunks, d: Chunks, t: int) -> None:

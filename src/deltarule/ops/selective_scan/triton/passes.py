@@ -144,9 +144,10 @@ def backward(
         values["s_part"] = inputs.v.shape[:2].numel()
         launch(read_backward_kernel, plan.grid, values)
     gradients = [
-        None if x is None or part is None else summed(part, x)
+        None if x is None or part is None
+        else part if part.ndim == x.ndim else part.sum(0).to(x.dtype)
         for x, part in zip(given[:8], parts.values(), strict=True)
-    ]
+    ]  # fmt: skip
     return *gradients, None if inputs.initial_state is None else d_initial
 
 
@@ -167,11 +168,6 @@ def partial_gradients(inputs: ScanInputs, plan: Plan) -> dict[str, Tensor | None
         else:
             parts[name] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return parts
-
-
-def summed(part: Tensor, x: Tensor) -> Tensor:
-    """The gradient by x out of its parts."""
-    return part if part.ndim == x.ndim else part.sum(0).to(x.dtype)
 
 
 def contiguous(inputs: ScanInputs) -> ScanInputs:
