@@ -72,10 +72,8 @@ class Gates(NamedTuple):
         return LogDecay(*self[:3], False), WriteStrength(*self[3:])
 
 
-def gates_fake(inputs: Gates) -> tuple[Tensor, Tensor]:
-    decay, strength = inputs.parts
-    return decay_fake(decay)[0], *strength_fake(strength)
-
-
 rules = Rules(2, gradients=Gates._fields[:4])
-gates = fused_operator("gates", Gates, "gates_triton", gates_fake, rules, 2)
+gates = fused_operator(
+    "gates", Gates, "gates_triton",
+    lambda given: (decay_fake(given.parts[0])[0], *strength_fake(given.parts[1])), rules, 2,
+)  # fmt: skip

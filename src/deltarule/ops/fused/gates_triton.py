@@ -228,11 +228,8 @@ def arguments(logits: Tensor, axes: int, elements: int) -> tuple[dict[str, Any],
     # Rather the tensor that was given than a view of it: others may lie between its rows.
     given = logits if logits.data_ptr() == flat.data_ptr() else flat
     values = {**OPTIONS, "logits": given, "s_row": flat.stride(0), "rows": rows}
-    return values | {"C": channels, "BC": width, "BR": tile}, (
-        cdiv(rows, tile),
-        cdiv(channels, width),
-        1,
-    )
+    values |= {"C": channels, "BC": width, "BR": tile}
+    return values, (cdiv(rows, tile), cdiv(channels, width), 1)
 
 
 def parameters_of(inputs: LogDecay) -> dict[str, Any]:

@@ -34,12 +34,14 @@ class GatedNorm(NamedTuple):
     zero_centered: bool
 
 
-def like_x(inputs: GatedNorm) -> tuple[Tensor]:
-    return (inputs.x.new_empty(inputs.x.shape),)
-
-
 rules = Rules(gradients=("x", "gate", "weight"))
-gated_norm = fused_operator("gated_norm", GatedNorm, "norms_triton", like_x, rules)
+gated_norm = fused_operator(
+    "gated_norm",
+    GatedNorm,
+    "norms_triton",
+    lambda given: (given.x.new_empty(given.x.shape),),
+    rules,
+)
 
 
 class ResidualNorm(NamedTuple):

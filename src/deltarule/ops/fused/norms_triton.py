@@ -16,7 +16,6 @@ from torch import Tensor
 
 from deltarule.ops.fused.norms import GatedNorm, ResidualNorm
 from deltarule.ops.fused.parts_triton import sum_of_parts
-from deltarule.ops.fused.sigmoid_triton import sigmoid
 from deltarule.ops.fused_kernels import adjacent, as_rows
 from deltarule.ops.registration import Backward, Gradients
 from deltarule.ops.runtime.chained import begin, chained
@@ -33,6 +32,14 @@ FORWARD_TILE, THREE_PARTS, BACKWARD_TILE = 2048, 1024, 1024
 # Tiles or rows, at least, whose share of d weight a program of a backward adds up, and its programs
 # at most: somebody has to read all shares.
 TILES, PROGRAMS = 8, 2048
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def sigmoid(b_x):
+    """1 / (1 + e^-x), in float32: a division is ten instructions where a root is one."""
+    b_root = tl.rsqrt(1 + tl.exp2(b_x * -LOG2_E))
+    return b_root * b_root
 
 
 @triton.jit

@@ -141,14 +141,10 @@ def run(
     kernel: Any, x: Tensor, weight: Tensor, residual: Tensor | None, values: dict[str, Any]
 ) -> Tensor:
     """Launch a program for each few rows of W."""
-    outputs, rows = weight.shape[0], program(weight)
+    # As many bytes of W in a program whatever the dtype.
+    outputs, rows = weight.shape[0], OF_PROGRAM * 2 // weight.element_size()
     y = torch.empty(outputs, dtype=x.dtype, device=x.device)
     values |= {"x": x, "weight": weight, "residual": residual, "y": y, "O": outputs, "BO": rows}
     values |= {**OPTIONS, **chained(), "ADDED": residual is not None}
     launch(kernel, (cdiv(outputs, rows), 1, 1), values)
     return y
-
-
-def program(weight: Tensor) -> int:
-    """Rows of W in a program: as many bytes whatever the dtype."""
-    return OF_PROGRAM * 2 // weight.element_size()

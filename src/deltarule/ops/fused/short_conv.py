@@ -77,10 +77,8 @@ class ShortConvs(NamedTuple):
         return [ShortConv._make((*self[i:9:3], *self[9:12], self[12 + i])) for i in range(3)]
 
 
-def fakes(inputs: ShortConvs) -> tuple[Tensor, ...]:
-    outputs = zip(*map(fake, inputs.streams), strict=True)
-    return tuple(chain(*outputs))
-
-
 rules = Rules(6, gradients=ShortConvs._fields[:9])
-short_convs = fused_operator("short_convs", ShortConvs, "short_conv_triton", fakes, rules, 6)
+short_convs = fused_operator(
+    "short_convs", ShortConvs, "short_conv_triton",
+    lambda given: tuple(chain(*zip(*map(fake, given.streams), strict=True))), rules, 6,
+)  # fmt: skip

@@ -12,8 +12,8 @@ again from x. Up to three streams of different channels follow each other in a g
 import triton
 import triton.language as tl
 
-from deltarule.ops.fused.picked_triton import block_of, pick, pick_all
-from deltarule.ops.fused.sigmoid_triton import sigmoid
+from deltarule.ops.fused.norms_triton import sigmoid
+from deltarule.ops.fused.parts_triton import block_of, pick, pick_all
 
 # Triton's compiler knows rows + (row,), not (*rows, row), and tuples that grow have no one type.
 # ruff: noqa: RUF005

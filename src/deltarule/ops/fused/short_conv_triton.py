@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.fused.parts_triton import sums_of_parts
-from deltarule.ops.fused.picked_triton import numbered
+from deltarule.ops.fused.parts_triton import numbered, sums_of_parts
 from deltarule.ops.fused.short_conv import ShortConv, ShortConvs
 from deltarule.ops.fused.short_conv_kernels_triton import (
     beside_kernel,
@@ -207,15 +206,10 @@ def gradients(streams: list[ShortConv], given: list[Any]) -> list[Any]:
     ):
         d_history = None
         if inputs.history is not None and wants:
-            of_all = {**shared(inputs), **tile._asdict(), "FINAL": final}
-            d_history = history_gradient(inputs.history, own | of_all)
+            d_history = torch.empty_like(inputs.history, memory_format=WHOLE)
+            grid = cdiv(len(d_history), tile.BG), cdiv(own["D"], tile.C), 1
+            own |= {**shared(inputs), **tile._asdict(), "FINAL": final, "d_history": d_history}
+            if d_history.numel():
+                launch(history_gradient_kernel, grid, own)
         found.append((None if out else own["d_x"], d_weight, d_history))
     return found
-
-
-def history_gradient(history: Tensor, values: dict[str, Any]) -> Tensor:
-    d_history = torch.empty_like(history, memory_format=WHOLE)
-    if d_history.numel():
-        grid = cdiv(len(history), values["BG"]), cdiv(values["D"], values["C"]), 1
-        launch(history_gradient_kernel, grid, values | {"d_history": d_history})
-    return d_history

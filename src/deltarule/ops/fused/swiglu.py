@@ -23,9 +23,7 @@ class GatedProduct(NamedTuple):
     up: Tensor
 
 
-def like_gate(inputs: GatedProduct) -> tuple[Tensor]:
-    return (inputs.gate.new_empty(inputs.gate.shape),)
-
-
-rules = Rules(gradients=("gate", "up"))
-swiglu = fused_operator("swiglu", GatedProduct, "swiglu_triton", like_gate, rules)
+swiglu = fused_operator(
+    "swiglu", GatedProduct, "swiglu_triton", lambda x: (x.gate.new_empty(x.gate.shape),),
+    Rules(gradients=("gate", "up")),
+)  # fmt: skip
