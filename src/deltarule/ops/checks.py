@@ -125,5 +125,4 @@ def shape(*tensors: Tensor) -> str:
 
 
 def result(output: RecurrentOutput, return_state: bool) -> RecurrentOutput:
-    """Drop the state where the caller asked for none."""
     return output if return_state else RecurrentOutput(output.o, None)

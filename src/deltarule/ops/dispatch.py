@@ -35,7 +35,6 @@ Table = dict[str, Implementation[Arguments, Result]]
 
 @cache
 def triton_missing(device: torch.device) -> str | None:
-    """Why no Triton kernel runs on this device at all."""
     if find_spec("triton") is None:
         return "triton is not installed: pip install 'deltarule[gpu]'"
     major, minor = torch.cuda.get_device_capability(device)
@@ -172,6 +171,5 @@ def remember(cache: dict[Hashable, Any], key: Hashable, found: Any) -> None:
 
 
 def forget_calls() -> None:
-    """Plan and record anew: a configuration has changed."""
     plans.clear()
     recordings.clear()

@@ -65,7 +65,6 @@ class Folding:
     def vmap_backward(
         self, info: Any, in_dims: Sequence[int | None], *args: Any
     ) -> tuple[list[Tensor], list[int | None]]:
-        """The backward operator on folded inputs and gradients."""
         size, outputs = info.batch_size, self.of.rules.outputs
         first = outputs + len(self.of.rules.saved)
         gradients, saved, given, wanted = self.of.split(args)
@@ -112,13 +111,11 @@ def alone(x: Tensor, dim: int | None) -> Tensor:
 
 
 def fold_one(x: Tensor, dim: int | None, size: int, axis: int) -> Tensor:
-    """Fold the mapped axis of x into `axis`."""
     mapped = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return mapped.movedim(0, axis).flatten(axis, axis + 1)
 
 
 def unfold(x: Tensor, size: int, axis: int) -> Tensor:
-    """The inverse of `fold_one`, the mapped axis first."""
     return x.unflatten(axis, (size, -1)).movedim(axis, 0)
 
 

@@ -34,7 +34,6 @@ class Operator(Registered[Inputs]):
         return direct(type(name, (torch.autograd.Function,), rules))
 
     def __call__(self, *args: Any) -> Any:
-        """The outputs that have a gradient: one, or a tuple."""
         tensors = args[: self.tensors]
         if torch.autograd.forward_ad._current_level >= 0:
             if any(map(is_dual, tensors)):
@@ -72,7 +71,6 @@ class Operator(Registered[Inputs]):
         ctx.numbers = args[self.tensors : len(self.names)]
 
     def differentiate(self, ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        """Gradients by every argument from those by every output."""
         return self.derivatives(ctx, ctx.saved_tensors, gradients)
 
     def derivatives(
@@ -98,7 +96,6 @@ class Operator(Registered[Inputs]):
         self, gradients: Gradients, saved: Sequence[Tensor], given: tuple[Any, ...],
         wanted: list[bool],
     ) -> Any:  # fmt: skip
-        """The backward operator, or what it runs where nothing would see the operator."""
         if torch._C._are_functorch_transforms_active():
             return self.transformed_backward.apply(*gradients, *saved, *given, wanted)
         tensors = (*gradients, *saved, *given[: self.tensors])

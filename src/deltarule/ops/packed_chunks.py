@@ -12,7 +12,6 @@ from deltarule.ops.chunks import Group, Packed, Window
 def packed_groups(
     cu_seqlens: Tensor, tokens: int, size: int, window: int, device: torch.device
 ) -> list[Group]:
-    """Lay out the sequences of one packed row, with about `window` chunks at once."""
     offsets = cu_seqlens.cpu().numpy().astype(np.int64)
     lengths = np.diff(offsets)
     # Compiled code and GPUs get here unchecked; a token that no sequence owns is never written.

@@ -58,13 +58,11 @@ def count_sequences(x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None
 def check_state_tensor(
     name: str, x: Tensor, letters: str, size: tuple[int, ...], q: Tensor
 ) -> None:
-    """Shape, device and dtype of a part of a state: float32, or float64 when q is."""
     check_dense(name, x)
     check_state(name, x, q, size, letters)
 
 
 def check_per_head(name: str, x: Tensor, letters: str, size: tuple[int, ...], q: Tensor) -> None:
-    """Shape, dtype and device of a tensor that must be given."""
     check_dense(name, x, f" {letters} = {list(size)}")
     check_gate(name, x, q, {letters: size})
 

@@ -111,7 +111,6 @@ class Registered(Generic[Inputs]):
             self.register_backward(name, hints)
 
     def registered(self, name: str, schema: str, body: Any, fake: Any) -> Any:
-        """An operator of the library with its fake."""
         made = torch.library.custom_op(f"deltarule::{name}", body, mutates_args=(), schema=schema)
         made.register_fake(fake)
         return getattr(torch.ops.deltarule, name).default
@@ -171,7 +170,6 @@ class Registered(Generic[Inputs]):
         ]
 
     def split(self, args: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
-        """The arguments of the backward operator: gradients, saved outputs, inputs, wanted."""
         outputs = self.rules.outputs
         first = outputs + len(self.rules.saved)
         return args[:outputs], args[outputs:first], args[first:-1], args[-1]
@@ -184,7 +182,6 @@ class Registered(Generic[Inputs]):
 
     @property
     def message(self) -> str:
-        """Which derivatives there are, and what to do for others."""
         return (
             "a registered operator has a first reverse-mode derivative only: for forward-mode or "
             f"second derivatives {self.rules.otherwise}"

@@ -63,7 +63,6 @@ def starting_state(context: Context, end: Tensor, transition: Tensor) -> Tensor:
 
 
 def applied(state: Tensor, transition: Tensor, diagonal: bool) -> Tensor:
-    """S M, or S * M."""
     return state * transition if diagonal else state @ transition
 
 
@@ -152,7 +151,6 @@ def _folded(
 def _folded_back(
     context: Context, d_start: Tensor, later: Tensor, diagonal: bool
 ) -> Halves[tuple[Tensor, Tensor]]:
-    """The gradient by the state at the end, from all dS after this process."""
     gathered = _gathered(context, d_start)
     yield
     d_starts, d_end = gathered(), torch.zeros_like(d_start)

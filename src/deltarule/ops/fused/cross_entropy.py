@@ -123,7 +123,6 @@ def _evaluate_torch(
 
 
 def linear_backward(given: Backward[LinearCrossEntropy]) -> Gradients:
-    """The kept gradients times d loss."""
     assert given.inputs.with_gradient
     (d_loss,), (d_x, d_weight, share) = given.gradients, given.saved
     assert d_loss is not None

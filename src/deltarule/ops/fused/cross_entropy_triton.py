@@ -53,7 +53,6 @@ def cross_entropy_backward_kernel(
     d_losses, logits, targets, lse, d_logits, V, s_row, s_out, s_loss, ignore_index,
     BV: tl.constexpr,
 ):  # fmt: skip
-    """BV elements of one row."""
     i_row = tl.program_id(0).to(tl.int64)
     o_v = tl.program_id(1) * BV + tl.arange(0, BV)
     m = o_v < V

@@ -54,7 +54,6 @@ def log_decay_kernel(
     logits, A_log, dt_bias, log_decay, dt, rows, s_row,
     C: tl.constexpr, K: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """BR tokens, BC channels."""
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_c = tl.program_id(1) * BC + tl.arange(0, BC)
     m_c = o_c < C
@@ -138,7 +137,6 @@ def decays(inputs: LogDecay) -> tuple[Tensor, Tensor | None]:
 
 
 def log_decay_backward(given: Backward[LogDecay]) -> Gradients:
-    """Gradients by the logits, A_log and dt_bias."""
     d_log_decay, d_dt = given.gradients
     d_dt = d_dt if given.inputs.step else None
     d_both = (None if x is None else x.contiguous() for x in (d_log_decay, d_dt))
@@ -149,7 +147,6 @@ def log_decay_backward(given: Backward[LogDecay]) -> Gradients:
 def log_decay_gradients(
     inputs: LogDecay, d_log_decay: Tensor | None, d_dt: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same from the gradients by both outputs."""
     logits, A_log, dt_bias, _ = inputs
     values, (_, columns, _) = arguments(logits, dt_bias.ndim, TILE)
     # Few channels make few tiles: rather a program for each than one that goes through all.
@@ -173,7 +170,6 @@ def log_decay_gradients(
 
 
 def write_strength(inputs: WriteStrength) -> tuple[Tensor]:
-    """beta in float32."""
     found: tuple[Tensor] = strengths(inputs, None)
     return found
 
@@ -214,7 +210,6 @@ def gates_backward(given: Backward[Gates]) -> Gradients:
 
 @Recorded
 def gates_gradients(inputs: Gates, d_log_decay: Tensor, d_beta: Tensor) -> Gradients:
-    """The same from the gradients by both outputs."""
     decay, strength = inputs.parts
     return *log_decay_gradients.run(decay, d_log_decay, None), *strengths.run(strength, d_beta)
 

@@ -44,7 +44,6 @@ def sigmoid(b_x):
 
 @triton.jit
 def activate(b_gate, ACTIVATION: tl.constexpr):
-    """SiLU or the sigmoid, and its derivative."""
     b_s = sigmoid(b_gate)
     if ACTIVATION == "silu":
         b_value, b_slope = b_gate * b_s, b_s * (1 + b_gate * (1 - b_s))
@@ -101,7 +100,6 @@ def gated_norm_kernel(
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
     ACTIVATION: tl.constexpr, OFFSET: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """BR rows."""
     begin(CHAINED)
     N: tl.constexpr = (V + BV - 1) // BV
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
@@ -163,7 +161,6 @@ def gated_norm_backward_kernel(
 
 @Recorded
 def gated_norm(inputs: GatedNorm) -> tuple[Tensor]:
-    """y like x, contiguous."""
     y = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
     if y.numel():
         values = arguments(inputs, True)
@@ -173,7 +170,6 @@ def gated_norm(inputs: GatedNorm) -> tuple[Tensor]:
 
 
 def gated_norm_backward(given: Backward[GatedNorm]) -> Gradients:
-    """Gradients by x, gate and weight."""
     return gated_norm_gradients(given.inputs, *given.gradients)
 
 
@@ -199,7 +195,6 @@ def gated_norm_gradients(
 
 
 def shares(count: int) -> tuple[int, int]:
-    """Tiles of a program, of so many in all, and programs."""
     tiles = max(TILES, cdiv(count, PROGRAMS))
     return tiles, cdiv(count, tiles)
 
@@ -314,7 +309,6 @@ def residual_norm_backward(given: Backward[ResidualNorm]) -> Gradients:
 def residual_norm_gradients(
     inputs: ResidualNorm, d_s: Tensor | None, d_z: Tensor, s: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same from the gradients by both outputs."""
     d_s, d_z = None if d_s is None else adjacent(as_rows(d_s)), adjacent(as_rows(d_z))
     d_x, (rows, size) = torch.empty_like(s), d_z.shape
     each, programs = shares(rows)
@@ -328,7 +322,6 @@ def residual_norm_gradients(
 
 
 def norm_of(inputs: ResidualNorm, size: int) -> dict[str, Any]:
-    """What both kernels are given of the norm."""
     width = power_of_2(size)
     values = {"weight": inputs.weight.contiguous(), "eps": inputs.eps, "V": size, "BV": width}
     return values | options(width)

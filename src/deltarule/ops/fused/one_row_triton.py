@@ -34,7 +34,6 @@ OPTIONS = {"maxnreg": 128, "num_stages": 1, "num_warps": 8}
 
 @triton.jit
 def weights_at(p_w, i, m_o, I: tl.constexpr, BI: tl.constexpr):
-    """BI channels of the rows of W."""
     o_i = i + tl.arange(0, BI)
     return tl.load(p_w + o_i[None, :], mask=m_o[:, None] & (o_i < I)[None, :], other=0.0)
 
@@ -52,7 +51,6 @@ def inputs_at(x, up, i, I: tl.constexpr, BI: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def put_out(b_y, residual, y, o_o, m_o, ADDED: tl.constexpr):
-    """Store BO channels of y."""
     if ADDED:
         b_y += tl.load(residual + o_o, mask=m_o, other=0.0).to(tl.float32)
     tl.store(y + o_o, b_y.to(y.dtype.element_ty), mask=m_o)
@@ -63,7 +61,6 @@ def one_row_kernel(
     x, up, weight, residual, y, O, I: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr,
     AHEAD: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Compute BO channels of y."""
     let_next_start(CHAINED)
     o_o = tl.program_id(0) * BO + tl.arange(0, BO)
     m_o = o_o < O
@@ -140,7 +137,6 @@ def normed_row(
 def run(
     kernel: Any, x: Tensor, weight: Tensor, residual: Tensor | None, values: dict[str, Any]
 ) -> Tensor:
-    """Launch a program for each few rows of W."""
     # As many bytes of W in a program whatever the dtype.
     outputs, rows = weight.shape[0], OF_PROGRAM * 2 // weight.element_size()
     y = torch.empty(outputs, dtype=x.dtype, device=x.device)

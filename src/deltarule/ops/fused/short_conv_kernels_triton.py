@@ -43,7 +43,6 @@ def history_row(n, r, D, W: tl.constexpr):
 
 @triton.jit
 def load_history(history, n, r, o_d, D, m, W: tl.constexpr):
-    """Row r of sequence n, or zeros where there is no history."""
     b_h = tl.zeros(m.shape, tl.float32)
     if history is not None:
         b_h = tl.load(history + o_d[None, :] + history_row(n, r, D, W), mask=m, other=0.0)
@@ -105,7 +104,6 @@ def restart(window, history, n, first, o_d, D, m_d, W: tl.constexpr):
 
 @triton.jit
 def later(rows, W: tl.constexpr):
-    """All but the oldest of W rows."""
     kept = ()
     for i in tl.static_range(1, W):
         kept = kept + (rows[i],)

@@ -45,7 +45,6 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, streams: list[ShortConv], tile: tuple[int, int]) -> "Tiling":
-        """Short runs for the few tokens of a step."""
         tokens = max(streams[0].x.shape[1], 1)
         size = min(CHANNELS, power_of_2(max(inputs.x.shape[2] for inputs in streams)))
         run = min(tile[1], power_of_2(tokens))
@@ -53,7 +52,6 @@ class Tiling(NamedTuple):
         return cls(size, runs, run, runs)
 
     def columns(self, streams: list[ShortConv]) -> int:
-        """Blocks of channels of all."""
         return sum(cdiv(inputs.x.shape[2], self.C) for inputs in streams)
 
 
@@ -100,7 +98,6 @@ def convolved(streams: list[ShortConv]) -> list[tuple[Tensor, Tensor]]:
 
 
 def of_stream(inputs: ShortConv) -> dict[str, Any]:
-    """What the kernels are given of one stream."""
     x, history = adjacent(inputs.x), inputs.history
     history = None if history is None else history.contiguous()
     values = {"x": x, "weight": inputs.weight.contiguous(), "history": history, "D": x.shape[2]}
@@ -117,7 +114,6 @@ def arguments(first: ShortConv, tile: Tiling, each: list[dict[str, Any]]) -> dic
 
 
 def shared(inputs: ShortConv) -> dict[str, Any]:
-    """What is the same for all streams."""
     names = "cu_seqlens", "sequence", "counts"
     values: dict[str, Any] = {name: getattr(inputs, name) for name in names}
     values |= {**OPTIONS, "W": inputs.weight.shape[1], "T": inputs.x.shape[1]}
@@ -126,14 +122,12 @@ def shared(inputs: ShortConv) -> dict[str, Any]:
 
 
 def short_conv_backward(given: Backward[ShortConv]) -> Gradients:
-    """Gradients by x, by weight and, where it is wanted, by history."""
     (d_y, d_final), inputs = given.gradients, given.inputs
     d_y = torch.zeros_like(inputs.x) if d_y is None else d_y
     return short_conv_gradients(inputs, d_y, d_final, given.wanted[2])
 
 
 def short_convs_backward(given: Backward[ShortConvs]) -> Gradients:
-    """The same of each stream."""
     inputs = given.inputs
     pairs = zip(inputs[:3], given.gradients[:3], strict=True)
     d_y = [torch.zeros_like(x) if d is None else d for x, d in pairs]
@@ -156,7 +150,6 @@ def lay_beside(given: Tensor | None, out: Tensor) -> None:
 def short_conv_gradients(
     inputs: ShortConv, d_y: Tensor, d_final: Tensor | None, wants_history: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The same from the gradients by both outputs."""
     (found,) = gradients([inputs], [(d_y, d_final, wants_history)])
     return found
 

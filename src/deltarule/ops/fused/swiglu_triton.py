@@ -41,7 +41,6 @@ def places(elements, D: tl.constexpr, BLOCK: tl.constexpr):
 def swiglu_kernel(
     gate, up, h, elements, s_gate, s_up, D: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):
-    """BLOCK elements of h."""
     begin(CHAINED)
     o, row, column, m = places(elements, D, BLOCK)
     b_gate = tl.load(gate + row * s_gate + column, mask=m, other=0.0).to(tl.float32)
@@ -78,7 +77,6 @@ def swiglu(inputs: GatedProduct) -> tuple[Tensor]:
 
 @Recorded
 def swiglu_rows(inputs: GatedProduct) -> tuple[Tensor]:
-    """Compute h [M, D]."""
     gate, up = inputs
     h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if h.numel():
@@ -88,7 +86,6 @@ def swiglu_rows(inputs: GatedProduct) -> tuple[Tensor]:
 
 
 def swiglu_backward(given: Backward[GatedProduct]) -> Gradients:
-    """Gradients by gate and up."""
     (d_h,), inputs = given.gradients, given.inputs
     assert d_h is not None
     found = swiglu_gradients(rows_of(*inputs), d_h.contiguous(), None, False)
@@ -116,13 +113,11 @@ def swiglu_gradients(
 
 
 def rows_of(gate: Tensor, up: Tensor) -> GatedProduct:
-    """Both inputs as [M, D]."""
     size = gate.shape[-1]
     return GatedProduct(*(adjacent(x).reshape(-1, size) for x in (gate, up)))
 
 
 def arguments(gate: Tensor, up: Tensor) -> tuple[dict[str, Any], Grid]:
-    """What both kernels are given, and a program for each block."""
     elements, size = gate.numel(), gate.shape[1]
     values = {**OPTIONS, "gate": gate, "up": up, "s_gate": gate.stride(0), "s_up": up.stride(0)}
     values |= {"elements": elements, "D": size, "BLOCK": BLOCK}

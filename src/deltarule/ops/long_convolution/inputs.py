@@ -20,14 +20,12 @@ class ConvolutionInputs(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the sums."""
         return torch.promote_types(self.v.dtype, torch.float32)
 
 
 def check_convolution(
     v: Tensor, taps: Tensor, q: Tensor | None, k: Tensor | None, cu_seqlens: Tensor | None
 ) -> None:
-    """Shapes, dtypes and devices against each other."""
     if not isinstance(v, Tensor) or v.ndim != 4 or v.dtype not in FLOATS:
         given = f"{v.dtype} {shape(v)}" if isinstance(v, Tensor) else type(v).__name__
         raise ValueError(f"v must be a floating-point tensor [B, T, H, V], got {given}")

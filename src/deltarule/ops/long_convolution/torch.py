@@ -93,7 +93,6 @@ def by_halves(x: Tensor, taps: Tensor, sequence: Tensor | None) -> Tensor:
 def halves_gradients(
     d_y: Tensor, x: Tensor, taps: Tensor, sequence: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients by x and by the taps, of what `by_halves` returned."""
     tokens, size = x.shape[-1], taps.shape[1]
     d_x, d_taps = taps[:, :1, None] * d_y, F.pad((d_y * x).sum((1, 2)).unsqueeze(1), (0, size - 1))
     for half in levels(tokens, size, sequence) if x.numel() else ():
@@ -162,7 +161,6 @@ def by_products(q: Tensor, k: Tensor, v: Tensor, taps: Tensor, sequence: Tensor 
 def products_gradients(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, taps: Tensor, sequence: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients by q, k, v and the taps."""
     d_q, d_k, d_v = [q[:, :, :0]], torch.zeros_like(k), torch.zeros_like(v)
     d_taps = torch.zeros_like(taps)
     for (rows, seen, there), weight in weights(taps, v.shape[2], sequence):
@@ -181,7 +179,6 @@ def products_gradients(
 
 
 def forward(inputs: ConvolutionInputs) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, H, V]; and what a query of one channel reads, for its gradient."""
     q, k, v, taps, sequence = prepared(inputs)
     if q is not None and k is not None and q.shape[-1] > 1:
         o = by_products(q, k, v, taps, sequence)
@@ -193,7 +190,6 @@ def forward(inputs: ConvolutionInputs) -> tuple[Tensor, Tensor]:
 
 
 def backward(given: Backward[ConvolutionInputs]) -> Gradients:
-    """Gradients by v, taps, q and k."""
     (d_o,), (read,), inputs = given.gradients, given.saved, given.inputs
     assert d_o is not None
     q, k, v, taps, sequence = prepared(inputs)
@@ -242,7 +238,6 @@ def heads_of(y: Tensor, x: Tensor) -> Tensor:
 
 
 def tokens_first(x: Tensor) -> Tensor:
-    """[B, H, T, C] -> [B, T, H, C]."""
     return x.transpose(1, 2).contiguous()
 
 

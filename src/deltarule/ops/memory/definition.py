@@ -34,7 +34,6 @@ def ttt(
     lengths: Tensor | None = None,
     cu_seqlens: Offsets | None = None,
 ) -> TTTOutput:
-    """Run along each sequence, token by token."""
     heads, size = v.shape[2], len(step_scale)
     q, k = per_value_head(q, heads), per_value_head(k, heads)
     values, beta, step_scale = computed(v), computed(beta), computed(step_scale)
@@ -111,7 +110,6 @@ def titans(
     lengths: Tensor | None = None,
     cu_seqlens: Offsets | None = None,
 ) -> TitansOutput:
-    """Run along each sequence, token by token."""
     heads = v.shape[2]
     q, k = per_value_head(q, heads), per_value_head(k, heads)
     values, beta = computed(v), computed(beta)[..., None, None]
@@ -138,5 +136,4 @@ def titans(
 
 
 def loss(maps: Maps, key: Tensor, value: Tensor) -> Tensor:
-    """|M(k) - v|^2."""
     return (network(maps, key) - value).square().sum()

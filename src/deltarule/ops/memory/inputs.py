@@ -27,12 +27,10 @@ CAPABILITIES = (9, 10)
 
 @constant_when_compiled
 def capability(device: int | None) -> int:
-    """The first number of the compute capability."""
     return torch.cuda.get_device_capability(device)[0]
 
 
 def why_not_triton(arguments: Arguments, mini_batch: int) -> str | None:
-    """Why the scan over mini-batches does not run in Triton, or None."""
     q, v, maps = arguments["q"], arguments["v"], arguments["initial_state"].weights
     if (reason := why_not_fused(q)) is not None:
         return reason
@@ -66,7 +64,6 @@ def is_held(maps: Maps, norm: bool) -> bool:
 def check_call(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None
 ) -> int:
-    """Check what both operators are given beside their memory, and return N."""
     check_sequence(q, k, v, 1)
     check_per_head("beta", beta, "[B, T, HV]", (*q.shape[:2], v.shape[2]), q)
     return count_sequences(q, lengths, cu_seqlens)

@@ -160,7 +160,6 @@ def mesa(
 
 
 def check_state(state: MesaState | None, size: tuple[int, int, int, int], q: Tensor) -> None:
-    """Both sums of an incoming state; None passes."""
     if state is None:
         return
     if not isinstance(state, tuple) or len(state) != 2:

@@ -37,7 +37,6 @@ class Covariance(NamedTuple):
     regularizer: Tensor  # [HV, 1, K]
 
     def times(self, x: Tensor) -> Tensor:
-        """(H_i + Diag(regularizer)) x_i for x [M, R, HV, C, K]."""
         recent = ((x @ self.k.mT) * self.weights) @ self.k
         return self.start * (x @ self.H.mT) + recent + self.regularizer * x
 
@@ -69,7 +68,6 @@ def solved(covariance: Covariance, b: Tensor, iterations: int | None, backend: s
 
 
 def conjugate_gradients(covariance: Covariance, b: Tensor, iterations: int) -> Tensor:
-    """Steps from x = 0 along directions p that are orthogonal under A, each token on its own."""
     tiny = torch.finfo(b.dtype).tiny
     x, r, p = torch.zeros_like(b), b, b
     size = r.square().sum(-1, keepdim=True)

@@ -89,7 +89,6 @@ def conjugate_gradients_kernel(
 
 
 def conjugate_gradients(inputs: Systems) -> Tensor:
-    """x of A x = b [M, R, HV, C, K] in float32."""
     values: dict[str, Any] = inputs._asdict()
     values |= {name: x.contiguous() for name, x in values.items() if isinstance(x, Tensor)}
     b, weights = values["b"], values["weights"]

@@ -17,7 +17,6 @@ class Compiled(NamedTuple):
 
 @contextmanager
 def compilations() -> Iterator[list[Compiled]]:
-    """The kernels that are compiled or loaded inside, as they come to be ready."""
     found: list[Compiled] = []
     before = knobs.compilation.listener
 

@@ -95,7 +95,6 @@ class Launch:
             tape.note(self, binary, grid, arguments)
 
     def launch(self, grid: Grid, arguments: tuple[Any, ...]) -> Binary | None:
-        """Run the kernel on the current device and stream; what a launch like it then takes."""
         if ONLY_COMPILED.get():
             self.kernel.warmup(*self.given(arguments), grid=grid, **self.constants)
             return None
@@ -161,7 +160,6 @@ def parameters(kernel: Any, sizes: Sequence[str] = ()) -> tuple[tuple[str, ...],
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has; 1 for other devices, so that nothing is split."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -177,7 +175,6 @@ def is_here(place: torch.device) -> bool:
 
 
 def watched(*kernels: Any) -> bool:
-    """Whether hooks, debugging or instrumentation are on, which a known binary would miss."""
     runtime = knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         # A chain of functions, or one, or None.

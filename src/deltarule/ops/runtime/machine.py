@@ -27,7 +27,6 @@ def cache_folder() -> Path:
 
 
 def account_home() -> Path:
-    """The home folder that the system has on record for this user."""
     if os.name != "posix":
         return Path.home()
     import pwd
@@ -51,7 +50,6 @@ def package_version() -> str:
 
 
 def driver_version() -> str:
-    """The NVIDIA driver's version, or "none"."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -66,7 +64,6 @@ def driver_version() -> str:
 
 
 def triton_version() -> str:
-    """The installed Triton's version, or "none"."""
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -93,7 +90,6 @@ def load_findings() -> dict[str, Any]:
 
 @cache
 def failures() -> dict[str, str]:
-    """Names of the configurations that failed on this machine, with their errors."""
     return {
         name: str(verdict.get("error"))
         for name, verdict in load_findings().items()

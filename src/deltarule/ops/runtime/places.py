@@ -36,7 +36,6 @@ def first_chunk(start, i_n, T, CT, PACKED: tl.constexpr):
 
 @triton.jit
 def sequence_of(i_m, cu_seqlens, T, N, CT, PACKED: tl.constexpr):
-    """The sequence that chunk i_m belongs to."""
     i_n = i_m // tl.cdiv(T, CT)
     if PACKED:
         # The last sequence whose first chunk is not after this one.

@@ -80,7 +80,6 @@ class Recording(NamedTuple):
             return self.launched(call)
 
     def launched(self, call: CallKey) -> Outputs:
-        """Launch everything again on the current device."""
         made, addresses = list[Tensor | None](), call.addresses.copy()
         for of in self.made:
             made.append(x := None if of is None else torch.empty_like(of))
@@ -145,7 +144,6 @@ class Tape(TorchDispatchMode):
         return next((y for y in (*self.made, *self.constants) if shares(x, y)), None)
 
     def recording(self, outputs: Outputs) -> Recording | None:
-        """The launches in the form in which they are repeated."""
         returned = [
             None if x is None else next((i for i, y in enumerate(self.made) if is_all(x, y)), -1)
             for x in outputs
@@ -212,7 +210,6 @@ class Recorded:
         self.run, self.first = run, first
 
     def key(self, *arguments: Any) -> CallKey | None:
-        """All that the launches of a call depend on."""
         return call_key(arguments, self.run, CHAIN.get())
 
     def __call__(self, inputs: Any, *more: Any) -> Any:
@@ -246,7 +243,6 @@ class Recorded:
         return outputs
 
     def recording(self, *arguments: Any) -> tuple[Recording, CallKey] | None:
-        """The recording of such a call, its fields one by one, and its key; None without one."""
         key = self.key(*arguments)
         known = None if key is None else recordings.get(key.key)
         return (known, key) if key is not None and isinstance(known, Recording) else None
@@ -273,7 +269,6 @@ def is_all(x: Tensor, made: Tensor) -> bool:
 
 
 def shares(x: Tensor, other: Tensor) -> bool:
-    """Whether x begins in another's memory."""
     return 0 <= x.data_ptr() - other.data_ptr() < extent(other)
 
 

@@ -36,7 +36,6 @@ class Fetched(NamedTuple):
     maps: dict[tuple[int, int], list[Any]]
 
     def map_of(self, x: Tensor) -> list[Any]:
-        """The map of a tensor, and the sizes that go with it."""
         key = x.data_ptr(), x.numel()
         if (found := self.maps.get(key)) is None:
             if len(self.maps) >= MOST:
@@ -45,7 +44,6 @@ class Fetched(NamedTuple):
         return found
 
     def new_map(self, x: Tensor) -> list[Any]:
-        """As Triton makes it."""
         make = vars(inspect.getmodule(driver.active.launcher_cls))["make_tensordesc_arg"]
         # Triton 3.9 passes a third argument, which it does not use.
         unused = [None] * (len(inspect.signature(make).parameters) - 2)
@@ -93,7 +91,6 @@ class Map(NamedTuple):
     fetched: Fetched
 
     def found(self, piece: Tensor, address: int) -> list[Any]:
-        """The map of the tensor that lies in a piece of memory at this address."""
         if (made := self.fetched.maps.get((address, self.shape.numel()))) is not None:
             return made
         start = address - piece.data_ptr()

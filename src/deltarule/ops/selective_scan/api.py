@@ -35,7 +35,6 @@ def why_not_triton(inputs: ScanInputs) -> str | None:
 
 
 def backend_of(name: str) -> Backend:
-    """Triton is an extra, imported where it runs."""
     if name == "torch":
         return Backend(chunked.forward, chunked.backward, chunked.chunk_states_shape)
     from deltarule.ops.selective_scan.triton import passes
@@ -48,7 +47,6 @@ scan_operator = Recurrence("selective_scan", ScanInputs, backend_of, 9, MORE_HEA
 
 
 def run(inputs: ScanInputs, backend: str) -> RecurrentOutput:
-    """Chunks, with a backward of their own."""
     return scan_operator.run(inputs, backend if inputs.v.numel() else "torch")
 
 
@@ -180,7 +178,6 @@ def dispatch_scan(inputs: ScanInputs, impl: str) -> RecurrentOutput:
 
 
 def check_channels(name: str, x: Tensor, v: Tensor, q: Tensor) -> None:
-    """Queries or keys: [B, T, H, K] in v's dtype, or [HV, V, K]."""
     batch, tokens, heads, value_size = v.shape
     checks.check_axes(name, x, "[B, T, H, K] or constant [HV, V, K]", 4, 3)
     if x.shape[-1] == 0:

@@ -24,17 +24,14 @@ class ScanInputs(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """N: batch rows, or packed sequences."""
         return self.v.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
-        """[N, HV, V, K]."""
         return self.sequences, self.v.shape[2], self.v.shape[3], self.q.shape[-1]
 
     @property
     def output_shape(self) -> torch.Size:
-        """[B, T, HV, V]."""
         return self.v.shape
 
     @property

@@ -72,7 +72,6 @@ def chunk_states_shape(inputs: ScanInputs) -> tuple[int, int, int, int]:
 
 
 def cut_inputs(inputs: ScanInputs, window: Window, size: int) -> Chunks:
-    """Cut every tensor; the empty places of a chunk neither decay nor write."""
     heads = inputs.v.shape[2]
 
     def chunked(x: Tensor) -> Tensor:
@@ -85,7 +84,6 @@ def cut_inputs(inputs: ScanInputs, window: Window, size: int) -> Chunks:
 
 
 def with_each(inputs: ScanInputs, f: Callable[[Tensor], Tensor]) -> ScanInputs:
-    """f of every tensor that has channels."""
     given = zip(inputs._fields[:8], inputs[:8], strict=True)
     found: dict[str, Any] = {name: f(x) for name, x in given if x is not None}
     return inputs._replace(**found)
@@ -189,7 +187,6 @@ def decay(chunks: Chunks, t: int, with_erase: bool = True) -> Tensor:
 
 
 def erase(chunks: Chunks, t: int) -> Tensor | float:
-    """1 - beta k^2^T of the t-th token of every chunk."""
     if chunks.beta is None:
         return 1.0
     return 1 - chunks.beta[:, :, t, :, None] * at(chunks.k, t).square()

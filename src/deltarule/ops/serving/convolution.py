@@ -111,7 +111,6 @@ def pool_convolution(
 
 
 def check(call: Convolution, out: Tensor | None) -> None:
-    """Shapes, dtypes and devices, and room for what stays."""
     x, weight, bias, _, state, reads, writes, accepted, null_index, cu_seqlens = call
     check_axes("x", x, "[B, T, D]", 3)
     check_axes("weight", weight, "[D, W]", 2)
@@ -183,7 +182,6 @@ def keep(call: Convolution, rows: Rows) -> None:
 
 
 def run_torch(call: Convolution) -> Tensor:
-    """Shifted multiply-adds, in float32 at least."""
     rows = rows_of(call)
     if call.state.numel() and len(rows.extended):
         keep(call, rows)
@@ -209,7 +207,6 @@ def run_triton(call: Convolution) -> Tensor:
 
 
 def finished(y: Tensor, call: Convolution, activated: bool) -> Tensor:
-    """Bias and SiLU, rounded to x's dtype."""
     y = y if call.bias is None else y + call.bias.to(y.dtype)
     return (F.silu(y) if activated else y).to(call.x.dtype)
 

@@ -12,7 +12,6 @@ from deltarule.ops.delta_rule.step import INDEX_DTYPES
 def check_pool(
     name: str, pool: Tensor, size: Sequence[int], axes: str, dtypes: Iterable[torch.dtype]
 ) -> None:
-    """A pool [slots, *size] in one of these types."""
     check_dense(name, pool, f" {axes}")
     if pool.ndim != len(size) + 1 or list(pool.shape[1:]) != list(size):
         raise ValueError(f"{name} must be {axes} = [*, {str(list(size))[1:]}, got {shape(pool)}")
@@ -49,7 +48,6 @@ def check_slots(reads: Tensor, writes: Tensor, rows: int, pool: Tensor, null_ind
 
 
 def check_out(out: Tensor | None, like: Tensor, expected: Sequence[int]) -> None:
-    """Room for the outputs, in one piece."""
     if out is None:
         return
     check_dense("out", out, " or None")

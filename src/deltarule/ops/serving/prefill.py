@@ -135,7 +135,6 @@ def pool_prefill(
 
 
 def check(call: Prefill, out: Tensor | None) -> None:
-    """What a pool asks beyond the checks of the operators."""
     inputs, state, reads, writes, null_index, borders = call
     size, rows = inputs.state_shape[1:], inputs.sequences
     check_pool("state", state, size, "[slots, HV, V, K]", STATE_DTYPES[inputs.dtype])

@@ -106,7 +106,6 @@ def pool_step(
 
 
 def check(step: Step, slots: Tensor) -> None:
-    """What a pool asks beyond the checks of the operators."""
     inputs, state, accepted = step.inputs, step.state, step.accepted
     rows, dtypes = inputs.sequences, STATE_DTYPES[inputs.dtype]
     check_pool("state", state, inputs.state_shape[1:], "[slots, HV, V, K]", dtypes)
@@ -127,7 +126,6 @@ def check(step: Step, slots: Tensor) -> None:
 
 
 def run_torch(step: Step) -> None:
-    """Rows filled up to the longest, and the states after the tokens that there are."""
     inputs, maps, state, slots, null_index, _, accepted, out = step
     assert slots is not None
     assert out is not None

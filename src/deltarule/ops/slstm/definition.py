@@ -19,7 +19,6 @@ def slstm(
     gates: Tensor, recurrent: Tensor, *, before: Tensor, lengths: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> RecurrentOutput:  # fmt: skip
-    """Carry h, c, n and m along each sequence: a batch row, or a slice of the one packed row."""
     outputs: list[list[Tensor]] = [[] for _ in range(len(gates))]
     states = []
     for n, (row, first, last) in enumerate(sequences_of(gates, cu_seqlens, lengths)):

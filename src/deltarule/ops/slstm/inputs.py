@@ -17,7 +17,6 @@ class SLSTMInputs(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the states."""
         return torch.promote_types(self.gates.dtype, torch.float32)
 
     @property

@@ -13,7 +13,6 @@ from deltarule.shapes import RecurrentOutput
 
 
 def backend_of(name: str, inputs: SLSTMInputs) -> Any:
-    """Triton is an extra, imported where it runs."""
     if name == "torch":
         return plain
     from deltarule.ops.slstm.triton import heads, split
@@ -27,7 +26,6 @@ def forward(inputs: SLSTMInputs, save: bool, backend: str) -> tuple[Tensor, Tens
 
 
 def backward(given: Backward[SLSTMInputs], save: bool, backend: str) -> Gradients:
-    """Gradients by the gates, the recurrent weights, and the state before."""
     (d_o, d_final), (states,), inputs = given.gradients, given.saved, given.inputs
     shape = inputs.gates.shape
     d_o = states.new_zeros(shape[:3] + shape[4:]) if d_o is None else d_o.to(inputs.dtype)

@@ -100,7 +100,6 @@ def backward(
 def step_back(
     d_h: Tensor, d_c: Tensor, d_n: Tensor, raw: Tensor, state: Tensor, before: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one token by its four gates, and by c and n before it; m is a constant."""
     i, f, z, o = raw.unbind(2)
     _, c, n, m = state.unbind(2)
     _, c_before, n_before, m_before = before.unbind(2)

@@ -104,7 +104,6 @@ def read(q: Tensor, memory: Memory, mix: Mix, inputs: Maps, gradients: Maps) -> 
 
 
 def mixed(memory: Memory, mix: Mix, inputs: Maps, gradients: Maps) -> Maps:
-    """kept W + momentum M - sum_i writes_i g_i x_i^T for each map; the mix has one row."""
     maps = zip(memory.weights, memory.momentum, inputs, gradients, strict=True)
     return tuple(
         mix.kept * weights + mix.momentum * momentum - (g * mix.writes.mT).mT @ x

@@ -48,7 +48,6 @@ class Scan(NamedTuple):
 
 
 def forward(inputs: Scan) -> tuple[Tensor, Tensor]:
-    """z [M, R, HV, S, V] and the memory after the mini-batches."""
     # Triton is an extra, imported where it runs.
     from deltarule.ops.memory.triton import passes as kernels
 
@@ -56,7 +55,6 @@ def forward(inputs: Scan) -> tuple[Tensor, Tensor]:
 
 
 def backward(given: Backward[Scan]) -> Gradients:
-    """Gradients by the tensors that have one."""
     from deltarule.ops.memory.triton import passes as kernels
 
     inputs = given.inputs
@@ -147,7 +145,6 @@ def flat(maps: Maps, channels: int) -> Tensor:
 
 
 def unflat(x: Tensor, sizes: Sequence[torch.Size], channels: int) -> Maps:
-    """The inverse of `flat`, for maps of these outputs and inputs."""
     maps, start = [], 0
     for outputs, inputs in sizes:
         between, end = start + outputs * channels, start + outputs * inputs

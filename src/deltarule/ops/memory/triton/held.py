@@ -104,14 +104,12 @@ def memory_scan_kernel(
 
 @triton.jit
 def mixed(maps, b_a, b_b, of_map):
-    """a W + b M without what is written."""
     b_map = b_a * maps.W.weights + b_b * maps.M.weights - of_map.weights
     return Map(b_map, b_a * maps.W.bias + b_b * maps.M.bias - of_map.bias)
 
 
 @triton.jit
 def inner(x, y):
-    """The sum of the products of two maps and their biases."""
     of_weights = tl.sum(tl.sum(x.weights * y.weights, axis=1), axis=0)
     return of_weights + tl.sum(tl.sum(x.bias * y.bias, axis=1), axis=0)
 

@@ -43,7 +43,6 @@ def load_column(rows, i, which: tl.constexpr, o_s, T: tl.constexpr):
 
 @triton.jit
 def store_column(rows, b_x, i, which: tl.constexpr, o_s, T: tl.constexpr):
-    """The inverse of load_column: sums over the channels of each row."""
     tl.store(rows + (i * 4 + which) * T + o_s, tl.sum(b_x, axis=1), mask=o_s < T)
 
 
@@ -79,7 +78,6 @@ def store_map(memory, x, i, which: tl.constexpr, o_v, o_k, S: tl.constexpr):
 
 @triton.jit
 def map_places(memory, i, which: tl.constexpr, o_v, o_k, S: tl.constexpr):
-    """Addresses of the rows of a map, and which of its entries exist."""
     ROW: tl.constexpr = S.K + S.BIAS
     p_x = memory + (i * 3 + which) * (S.V * ROW) + o_v * ROW
     return p_x, (o_v < S.V)[:, None] & (o_k < S.K)[None, :]
@@ -101,7 +99,6 @@ def store_maps(memory, maps, i, o_v, o_k, S: tl.constexpr):
 
 @triton.jit
 def applied(b_x, x):
-    """x W^T + bias."""
     return product(b_x, tl.trans(x.weights)) + x.bias
 
 

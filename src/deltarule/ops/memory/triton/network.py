@@ -138,7 +138,6 @@ def first_tile(o_c, o_k, S: tl.constexpr):
 
 @triton.jit
 def last_tile(o_v, o_c, S: tl.constexpr):
-    """Columns o_c of the last map, without the bias."""
     mask = (o_v < S.V)[:, None] & (o_c < S.C)[None, :]
     return Tile(start_of_last(S) + o_v[:, None] * S.C + o_c[None, :], mask)
 
@@ -151,7 +150,6 @@ def last_bias(o_v, S: tl.constexpr):
 
 @triton.jit
 def start_of_last(S: tl.constexpr):
-    """Numbers before the last map."""
     return S.DEEP * S.C * (S.K + S.BIAS)
 
 
@@ -172,7 +170,6 @@ def load_parts(memory, i, tile, settled, S: tl.constexpr):
 
 @triton.jit
 def anchor_of(memory, i, settled, S: tl.constexpr):
-    """Address of the part A, or of W if they are the same."""
     p_x = memory + i * (S.PARTS * S.SIZE)
     if S.PARTS == 3:
         p_x += tl.where(settled, 0, 2 * S.SIZE)
@@ -229,7 +226,6 @@ def first_map(x, b_t, b_N, columns, o_c, at, S: tl.constexpr):
 
 @triton.jit
 def store_parts(memory, i, tile, maps, keeps_M, keeps_A, S: tl.constexpr):
-    """A tile of W, and of M and A where they will be read."""
     p_x = memory + i * (S.PARTS * S.SIZE) + tile.o
     tl.store(p_x, maps.W, mask=tile.mask)
     tl.store(p_x + S.SIZE, maps.M, mask=tile.mask & keeps_M)

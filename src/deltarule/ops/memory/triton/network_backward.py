@@ -50,7 +50,6 @@ Scalars = namedtuple("Scalars", "a b c d")
 
 @triton.jit
 def load_inner(tiles, which: tl.constexpr, o_c, at, S: tl.constexpr):
-    """Channels o_c of one of the tiles that the first kernel leaves."""
     return load_tile(tiles, at.i * TILES + which, at.o_s, o_c, S.T, S.C)
 
 
@@ -227,7 +226,6 @@ def pass_on(x, d_memory, tile, later, given, at, S: tl.constexpr):
 
 @triton.jit
 def plus(x, y):
-    """The sum of the gradients by a to d."""
     return Scalars(x.a + y.a, x.b + y.b, x.c + y.c, x.d + y.d)
 
 

@@ -31,7 +31,6 @@ BLOCK, COLUMNS = 4096, 32
 
 
 def arguments(inputs: Scan) -> dict[str, Any]:
-    """What all kernels are given of a call, and what they are compiled for."""
     k, v, memory = inputs.k, inputs.v, inputs.memory
     (count, lanes, heads, tokens, channels), values = k.shape, v.shape[-1]
     sizes: dict[str, Any] = {"HV": heads, "T": tokens, "K": channels, "V": values}
@@ -53,7 +52,6 @@ def arguments(inputs: Scan) -> dict[str, Any]:
 
 
 def forward(inputs: Scan, note: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """z [M, R, HV, T, V], the memory after, and with `note` that before each mini-batch."""
     z, memory, each = torch.empty_like(inputs.v), inputs.memory.clone(), inputs.k.shape[:3]
     noted = memory.new_empty(*each, *memory.shape[2:]) if note else None
     kernel = memory_scan_kernel if memory.ndim == 5 else network_scan_kernel
@@ -63,7 +61,6 @@ def forward(inputs: Scan, note: bool = False) -> tuple[Tensor, Tensor, Tensor | 
 
 
 def backward(d_z: Tensor, d_memory: Tensor, inputs: Scan) -> Gradients:
-    """Gradients by q, k, v, rows, scalars, writes, memory, weight and bias."""
     k, held, inner = inputs.k, inputs.memory.ndim == 5, inputs.inner
     count, lanes, heads, slots, _ = k.shape
     names = "q", "k", "v", "rows", "scalars", "writes"

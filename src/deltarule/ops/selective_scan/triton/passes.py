@@ -67,7 +67,6 @@ def make_plan(inputs: ScanInputs, tile: Tile = FORWARD) -> Plan:
 
 
 def arguments(inputs: ScanInputs, plan: Plan) -> dict[str, Any]:
-    """What all kernels are given of a call, and what they are compiled for."""
     own = {"T": inputs.v.shape[1], "N": inputs.sequences, "S": plan.sizes}
     return inputs._asdict() | own | OPTIONS | {"num_warps": plan.num_warps}
 
@@ -152,7 +151,6 @@ def backward(
 
 
 def partial_gradients(inputs: ScanInputs, plan: Plan) -> dict[str, Tensor | None]:
-    """Room for what the programs leave: of a sum over values or chunks, one part for each."""
     chunks, heads, blocks = plan.grid
     # The numbers of packed chunks leave gaps.
     of_chunks = torch.zeros if plan.sizes.PACKED else torch.empty
@@ -171,7 +169,6 @@ def partial_gradients(inputs: ScanInputs, plan: Plan) -> dict[str, Tensor | None
 
 
 def contiguous(inputs: ScanInputs) -> ScanInputs:
-    """Make every tensor contiguous, and put the offsets beside the values."""
     tensors: dict[str, Any] = {
         name: x.to(inputs.v.device).contiguous()
         for name, x in inputs._asdict().items()

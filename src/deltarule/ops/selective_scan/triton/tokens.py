@@ -33,14 +33,12 @@ def tile_of(i_h, S: tl.constexpr):
 
 @triton.jit
 def state_offsets(i_m, at, S: tl.constexpr):
-    """Offsets of the tile in [M, HV, V, K], and which of its entries exist."""
     place = (i_m.to(tl.int64) * S.HV + at.head) * S.V * S.K + at.o_v * S.K + at.o_k
     return place, (at.o_k < S.K) & (at.o_v < S.V)
 
 
 @triton.jit
 def load_constant(x, at, S: tl.constexpr):
-    """The tile of one [HV, V, K] tensor."""
     mask = (at.o_k < S.K) & (at.o_v < S.V)
     p_x = x + at.head * S.V * S.K + at.o_v * S.K + at.o_k
     return tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
@@ -48,7 +46,6 @@ def load_constant(x, at, S: tl.constexpr):
 
 @triton.jit
 def tiles_without_time(A, k, q, at, S: tl.constexpr):
-    """The tiles of A, k and q where these have no time axis."""
     b_A, b_k, b_q = 0.0, 0.0, 0.0
     if A is not None:
         b_A = load_constant(A, at, S)
@@ -68,7 +65,6 @@ def load_row(x, row, here, i_h, o, HEADS: tl.constexpr, C: tl.constexpr, S: tl.c
 
 @triton.jit
 def load_values(x, row, here, at, S: tl.constexpr):
-    """A value, or a gate of the values: [1, BV]."""
     return load_row(x, row, here, at.head, at.o_v, S.HV, S.V, S)
 
 

@@ -101,7 +101,6 @@ def slstm_backward_kernel(
 
 
 def forward(inputs: SLSTMInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """What the form in PyTorch returns, too."""
     batch, tokens, heads, _, size = inputs.gates.shape
     final = torch.empty_like(inputs.before)
     o = torch.zeros_like(inputs.gates[:, :, :, 0], memory_format=torch.contiguous_format)
@@ -120,7 +119,6 @@ def forward(inputs: SLSTMInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
 def backward(
     d_o: Tensor, d_final: Tensor, inputs: SLSTMInputs, raw: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What the form in PyTorch returns, too; raw is written to."""
     if not raw.numel():
         return raw, d_final.clone()
     d_before = torch.empty_like(inputs.before)
@@ -131,7 +129,6 @@ def backward(
 
 
 def run(kernel: object, inputs: SLSTMInputs, values: dict[str, Any]) -> None:
-    """Launch a program for each 16 sequences and head."""
     heads, _, size = inputs.gates.shape[2:]
     sequences, block = len(inputs.before), max(triton.next_power_of_2(size), 16)
     start, length = inputs.spans

@@ -103,7 +103,6 @@ def split_forward_kernel(
 
 @triton.jit
 def rows_of_weights(weights, i_h, gate: tl.constexpr, o_d, o_e, D: tl.constexpr):
-    """[BW, BD] what h gives to one gate of these channels."""
     place = ((i_h * 4 + gate) * D + o_d)[:, None] * D + o_e[None, :]
     mask = (o_d < D)[:, None] & (o_e < D)[None, :]
     return tl.load(weights + place, mask=mask, other=0.0).to(tl.float32)
@@ -189,7 +188,6 @@ def takes(inputs: SLSTMInputs) -> bool:
 
 
 def forward(inputs: SLSTMInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """What the form in PyTorch returns, too."""
     batch, tokens, heads, _, size = inputs.gates.shape
     final = inputs.before.clone(memory_format=torch.contiguous_format)
     o = torch.zeros_like(inputs.gates[:, :, :, 0], memory_format=torch.contiguous_format)
@@ -205,7 +203,6 @@ def forward(inputs: SLSTMInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
 def backward(
     d_o: Tensor, d_final: Tensor, inputs: SLSTMInputs, raw: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What the form in PyTorch returns, too; raw is written to."""
     d_before = d_final.clone(memory_format=torch.contiguous_format)
     d_before[:, :, 3] = 0
     (rows, heads, parts), size = programs(inputs), raw.shape[-1]
