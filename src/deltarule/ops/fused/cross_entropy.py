@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.dispatch import without_autocast
-from deltarule.ops.fused.registered import fused_operator
+from deltarule.ops.kernel_operator import kernel_operator
 from deltarule.ops.operators import Operator
 from deltarule.ops.registration import Backward, Gradients, Rules
 
@@ -138,8 +138,8 @@ def linear_fake(inputs: LinearCrossEntropy) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 rules = Rules(1, (1,), ("logits",))
-cross_entropy = fused_operator(
-    "cross_entropy", CrossEntropy, "cross_entropy_triton", fake, rules, 2
+cross_entropy = kernel_operator(
+    "cross_entropy", CrossEntropy, "fused.cross_entropy_triton", fake, rules, 2
 )
 of_head = LinearCrossEntropy, linear_forward, linear_backward, linear_fake
 rules = Rules(1, (1, 2, 3), ("x", "weight"), forgotten=("targets",))

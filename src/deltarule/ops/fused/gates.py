@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.fused.registered import fused_operator
+from deltarule.ops.kernel_operator import kernel_operator
 from deltarule.ops.registration import Rules
 
 
@@ -34,7 +34,7 @@ def decay_fake(inputs: LogDecay) -> tuple[Tensor, Tensor]:
 
 
 rules = Rules(2, gradients=("logits", "A_log", "dt_bias"))
-log_decay = fused_operator("log_decay", LogDecay, "gates_triton", decay_fake, rules, 2)
+log_decay = kernel_operator("log_decay", LogDecay, "fused.gates_triton", decay_fake, rules, 2)
 
 
 class WriteStrength(NamedTuple):
@@ -53,8 +53,8 @@ def strength_fake(inputs: WriteStrength) -> tuple[Tensor]:
 
 
 rules = Rules(gradients=("logits",))
-write_strength = fused_operator(
-    "write_strength", WriteStrength, "gates_triton", strength_fake, rules
+write_strength = kernel_operator(
+    "write_strength", WriteStrength, "fused.gates_triton", strength_fake, rules
 )
 
 
@@ -73,7 +73,7 @@ class Gates(NamedTuple):
 
 
 rules = Rules(2, gradients=Gates._fields[:4])
-gates = fused_operator(
-    "gates", Gates, "gates_triton",
+gates = kernel_operator(
+    "gates", Gates, "fused.gates_triton",
     lambda given: (decay_fake(given.parts[0])[0], *strength_fake(given.parts[1])), rules, 2,
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.fused.registered import fused_operator
+from deltarule.ops.kernel_operator import kernel_operator
 from deltarule.ops.registration import Rules
 
 # A row is held whole in registers.
@@ -35,10 +35,10 @@ class GatedNorm(NamedTuple):
 
 
 rules = Rules(gradients=("x", "gate", "weight"))
-gated_norm = fused_operator(
+gated_norm = kernel_operator(
     "gated_norm",
     GatedNorm,
-    "norms_triton",
+    "fused.norms_triton",
     lambda given: (given.x.new_empty(given.x.shape),),
     rules,
 )
@@ -65,4 +65,6 @@ def like_both(inputs: ResidualNorm) -> tuple[Tensor, Tensor]:
 
 
 rules = Rules(2, (0,), ("x", "weight"), alike={"y": "x"}, forgotten=("x", "y"))
-residual_norm = fused_operator("residual_norm", ResidualNorm, "norms_triton", like_both, rules, 2)
+residual_norm = kernel_operator(
+    "residual_norm", ResidualNorm, "fused.norms_triton", like_both, rules, 2
+)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deltarule.ops.fused.registered import fused_operator
+from deltarule.ops.kernel_operator import kernel_operator
 from deltarule.ops.registration import Rules
 
 # More taps would be unrolled into more registers than a program has.
@@ -49,7 +49,7 @@ def fake(inputs: ShortConv) -> tuple[Tensor, Tensor]:
 
 
 rules = Rules(2, gradients=("x", "weight", "history"))
-short_conv = fused_operator("short_conv", ShortConv, "short_conv_triton", fake, rules, 2)
+short_conv = kernel_operator("short_conv", ShortConv, "fused.short_conv_triton", fake, rules, 2)
 
 
 class ShortConvs(NamedTuple):
@@ -78,7 +78,7 @@ class ShortConvs(NamedTuple):
 
 
 rules = Rules(6, gradients=ShortConvs._fields[:9])
-short_convs = fused_operator(
-    "short_convs", ShortConvs, "short_conv_triton",
+short_convs = kernel_operator(
+    "short_convs", ShortConvs, "fused.short_conv_triton",
     lambda given: tuple(chain(*zip(*map(fake, given.streams), strict=True))), rules, 6,
 )  # fmt: skip

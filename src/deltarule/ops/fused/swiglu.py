@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deltarule.ops.fused.registered import fused_operator
+from deltarule.ops.kernel_operator import kernel_operator
 from deltarule.ops.registration import Rules
 
 
@@ -23,7 +23,7 @@ class GatedProduct(NamedTuple):
     up: Tensor
 
 
-swiglu = fused_operator(
-    "swiglu", GatedProduct, "swiglu_triton", lambda x: (x.gate.new_empty(x.gate.shape),),
+swiglu = kernel_operator(
+    "swiglu", GatedProduct, "fused.swiglu_triton", lambda x: (x.gate.new_empty(x.gate.shape),),
     Rules(gradients=("gate", "up")),
 )  # fmt: skip

@@ -266,9 +266,6 @@ def side_by_side(run: Callable[[], object]) -> None:
         with AsyncCompileMode(pool, ignore_errors=True) as mode, suppress(Exception):
             run()
         kernels = [future.kernel for future in mode.future_kernels.values()]
-        pool.map(make_launcher, [kernel for kernel in kernels if kernel is not None])
-
-
-def make_launcher(kernel: CompiledKernel) -> None:
-    """Have Triton's cache hold what launches a kernel: before 3.7 a C function of its own."""
-    driver.active.launcher_cls(kernel.src, kernel.metadata)
+        # Triton's cache shall hold what launches a kernel: before 3.7 a C function of its own.
+        made = [x for x in kernels if x is not None]
+        pool.map(lambda x: driver.active.launcher_cls(x.src, x.metadata), made)

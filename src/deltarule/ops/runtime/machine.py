@@ -41,12 +41,9 @@ def account_home() -> Path:
 def identity() -> dict[str, str]:
     """GPU, driver, Triton and package version: what a finding holds for."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
-    versions = {"triton": triton_version(), "deltarule": package_version()}
+    own = str(vars(sys.modules[__name__.partition(".")[0]])["__version__"])
+    versions = {"triton": triton_version(), "deltarule": own}
     return {"gpu": gpu, "driver": driver_version(), **versions}
-
-
-def package_version() -> str:
-    return str(vars(sys.modules[__name__.partition(".")[0]])["__version__"])
 
 
 def driver_version() -> str:

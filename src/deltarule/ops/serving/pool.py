@@ -50,9 +50,9 @@ read_op = torch.library.custom_op("deltarule::pool_read", _read, mutates_args=()
 write_op = torch.library.custom_op("deltarule::pool_write", _write, mutates_args=("pool",))
 
 
-@read_op.register_fake
-def _read_fake(pool: Tensor, slots: Tensor, null_index: int, dtype: torch.dtype) -> Tensor:
-    return pool.new_empty(len(slots), *pool.shape[1:], dtype=dtype)
+read_op.register_fake(
+    lambda pool, slots, _, dtype: pool.new_empty(len(slots), *pool.shape[1:], dtype=dtype)
+)
 
 
 def named(slots: Tensor, null_index: int) -> Tensor:

@@ -20,11 +20,6 @@ def backend_of(name: str, inputs: SLSTMInputs) -> Any:
     return split if split.takes(inputs) else heads
 
 
-def forward(inputs: SLSTMInputs, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, the last state, and the states of all tokens with `save`."""
-    return backend_of(backend, inputs).forward(inputs, save)
-
-
 def backward(given: Backward[SLSTMInputs], save: bool, backend: str) -> Gradients:
     (d_o, d_final), (states,), inputs = given.gradients, given.saved, given.inputs
     shape = inputs.gates.shape
@@ -50,8 +45,11 @@ def fake(inputs: SLSTMInputs, save: bool, backend: str) -> tuple[Tensor, Tensor,
 options = {"save": bool, "backend": str}
 rules = Rules(2, (2,), SLSTMInputs._fields[:3], otherwise='use impl="reference"')
 operator: Operator[SLSTMInputs] = Operator(
-    "slstm", SLSTMInputs, forward, backward, fake, returned=3, options=options, rules=rules
-)
+    "slstm", SLSTMInputs,
+    # Outputs, the last state, and the states of all tokens with `save`.
+    lambda inputs, save, backend: backend_of(backend, inputs).forward(inputs, save),
+    backward, fake, returned=3, options=options, rules=rules,
+)  # fmt: skip
 
 
 def run(inputs: SLSTMInputs, backend: str) -> RecurrentOutput:

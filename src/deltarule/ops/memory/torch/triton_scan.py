@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltarule.ops.kernel_operator import kernel_operator
 from deltarule.ops.memory.inputs import is_held
 from deltarule.ops.memory.torch.memory import Maps, Memory, Norm, Steps
 from deltarule.ops.mini_batches import MiniBatches
-from deltarule.ops.operators import Operator
-from deltarule.ops.registration import Backward, Gradients, Rules
+from deltarule.ops.registration import Rules
 
 
 class Scan(NamedTuple):
@@ -47,32 +47,13 @@ class Scan(NamedTuple):
     inner: int  # channels between two maps; 0 with one map
 
 
-def forward(inputs: Scan) -> tuple[Tensor, Tensor]:
-    # Triton is an extra, imported where it runs.
-    from deltarule.ops.memory.triton import passes as kernels
-
-    return kernels.forward(inputs)[:2]
-
-
-def backward(given: Backward[Scan]) -> Gradients:
-    from deltarule.ops.memory.triton import passes as kernels
-
-    inputs = given.inputs
-    d_z, d_memory = (
-        like.new_zeros(like.shape) if d is None else d.contiguous()
-        for d, like in zip(given.gradients, (inputs.v, inputs.memory), strict=True)
-    )
-    return kernels.backward(d_z, d_memory, inputs)
-
-
-def fake(inputs: Scan) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(inputs.v), torch.empty_like(inputs.memory)
-
-
 # Offsets, and which mini-batches end, have no gradient.
 DIFFERENTIABLE = ("q", "k", "v", "rows", "scalars", "writes", "memory", "weight", "bias")
 RULES = Rules(2, gradients=DIFFERENTIABLE, otherwise='use impl="torch"')
-scan_operator = Operator("memory_scan", Scan, forward, backward, fake, returned=2, rules=RULES)
+scan_operator = kernel_operator(
+    "memory_scan", Scan, "memory.triton.passes",
+    lambda given: (torch.empty_like(given.v), torch.empty_like(given.memory)), RULES, 2,
+)  # fmt: skip
 
 
 def scan_in_triton(

@@ -19,7 +19,7 @@ from deltarule.ops.memory.triton.network_backward import (
     network_backward_kernel,
     network_read_backward_kernel,
 )
-from deltarule.ops.registration import Gradients
+from deltarule.ops.registration import Backward, Gradients
 from deltarule.ops.runtime.named import launch
 from deltarule.ops.runtime.sizes import power_of_2
 
@@ -49,6 +49,20 @@ def arguments(inputs: Scan) -> dict[str, Any]:
     sizes |= {"C": entering, "BC": max(min(power_of_2(entering), columns), 16)}
     sizes |= {"SIZE": memory.shape[-1], "PARTS": memory.shape[2], "DEEP": inputs.inner > 0}
     return found | {"S": NetworkSizes(**sizes, BIAS=int(norm)), "num_warps": WARPS}
+
+
+def memory_scan(inputs: Scan) -> tuple[Tensor, Tensor]:
+    """z [M, R, HV, T, V] and the memory after the mini-batches."""
+    return forward(inputs)[:2]
+
+
+def memory_scan_backward(given: Backward[Scan]) -> Gradients:
+    inputs = given.inputs
+    d_z, d_memory = (
+        like.new_zeros(like.shape) if d is None else d.contiguous()
+        for d, like in zip(given.gradients, (inputs.v, inputs.memory), strict=True)
+    )
+    return backward(d_z, d_memory, inputs)
 
 
 def forward(inputs: Scan, note: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Fused maps as registered operators, whose Triton kernels are imported where they run."""
+"""Registered operators whose Triton kernels are imported where they run: Triton is an extra."""
 
 from collections.abc import Callable
 from functools import cache
@@ -9,11 +9,11 @@ from deltarule.ops.operators import Operator
 from deltarule.ops.registration import Rules
 
 
-def fused_operator(
+def kernel_operator(
     name: str, inputs: type[Any], module: str, fake: Callable[[Any], Any], rules: Rules,
     returned: int = 1,
 ) -> Operator[Any]:  # fmt: skip
-    """The operator of two functions of a module beside this file, `name` and `name`_backward.
+    """The operator of two functions of a module of this package, `name` and `name`_backward.
 
     They take the inputs, and what `Registered` gives a backward; see there for the rest.
     """
