@@ -334,10 +334,9 @@ def test_a_mode_that_watches_changes_no_gradient(name):
     outputs, expected = gradients(operator, x, impl="torch")
     with Registered() as seen:
         watched, found = gradients(operator, x, impl="torch")
-    assert seen.calls
-    assert_alike(watched, outputs)
-    for n, gradient in found.items():
-        assert_close(gradient, expected[n], gradient=True, name=n)
+    assert {"backward" in x._opname for x, _ in seen.calls} == {False, True}
+    assert all(map(torch.equal, watched, outputs))
+    assert all(torch.equal(gradient, expected[n]) for n, gradient in found.items())
 
 
 @every

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltarule import MesaState, mesa
+from deltarule import mesa
 from deltarule.ops import mini_batches
 from deltarule.ops.mesa.api import IMPLEMENTATIONS, MORE_ITERATIONS
 from ops.contract import DOUBLE, HV, OPERATORS, H, K, draw, gradients, least_squares
@@ -15,20 +15,11 @@ LENGTHS = (3, 0, 70, 1, 0, 1)
 every_impl = pytest.mark.parametrize("impl", [x for x in IMPLEMENTATIONS if x != "triton"])
 
 
-def make(*sizes, **tokens):
-    return OPERATORS["mesa"].draw(*sizes, **tokens)
+MESA = OPERATORS["mesa"]
 
 
-def run(x, impl="auto", **options):
-    given = {name: y for name, y in x.items() if name not in ("covariance", "values")}
-    state = MesaState(x["covariance"], x["values"])
-    return mesa(**(given | options), initial_state=state, impl=impl)
-
-
-def assert_same(out, expected):
-    for y, wanted in zip(
-        (out.o, *out.final_state), (expected.o, *expected.final_state), strict=True
-    ):
+def assert_same(found, expected):
+    for y, wanted in zip(found, expected, strict=True):
         assert_close(y, wanted)
 
 
@@ -37,19 +28,18 @@ def assert_same(out, expected):
 @pytest.mark.parametrize("begun", [False, True])
 def test_equals_the_papers_recurrence(impl, iterations, begun):
     """From a state, with decays and another scale, and from nothing without."""
-    x, scale = make(tokens=70 if begun else 30), 0.4 if begun else 1.0
+    x, scale = MESA.draw(tokens=70 if begun else 30), 0.4 if begun else 1.0
     if not begun:
         x |= {"covariance": 0 * x["covariance"], "values": 0 * x["values"], "log_decay": None}
-    out = run(x, impl, iterations=iterations, scale=scale)
+    found, *state = MESA.run(**x, impl=impl, iterations=iterations, scale=scale)
     for row, head in [(0, 0), (0, 1), (1, 3)]:
         q, k = (x[name][row, :, head * H // HV] for name in "qk")
         v, beta = x["v"][row, :, head], x["beta"][row, :, head]
         gamma = x["log_decay"][row, :, head].exp() if begun else torch.ones_like(beta)
-        state = x["covariance"][row, head], x["values"][row, head]
-        o, after = oracle.recurrence(q, k, v, gamma, beta, x["regularizer"][head], state)
-        assert_close(out.o[row, :, head], scale * o)
-        for found, expected in zip(out.final_state, after, strict=True):
-            assert_close(found[row, head], expected)
+        before = x["covariance"][row, head], x["values"][row, head]
+        o, after = oracle.recurrence(q, k, v, gamma, beta, x["regularizer"][head], before)
+        assert_close(found[row, :, head], scale * o)
+        assert_same([y[row, head] for y in state], after)
 
 
 def preferring(tokens, size, spread, dtype=torch.float32, device="cpu"):
@@ -97,7 +87,7 @@ def kept(x, iterations):
 
     leaves = {name: y.clone().requires_grad_() for name, y in x.items()}
     with torch.autograd.graph.saved_tensors_hooks(note, lambda y: y):
-        run(leaves, "torch", iterations=iterations)
+        MESA.run(**leaves, impl="torch", iterations=iterations)
     return sizes
 
 
@@ -111,9 +101,9 @@ def test_keeps_nothing_of_the_iterations_and_no_matrix_for_a_token():
 
 
 def test_packed_lengths_that_cannot_be_read(monkeypatch):
-    x = make(lengths=LENGTHS)
+    x = MESA.draw(lengths=LENGTHS)
     monkeypatch.setattr(mini_batches, "readable", lambda _: False)
-    assert_same(run(x), run(x, "reference"))
+    assert_same(MESA.run(**x), MESA.run(**x, impl="reference"))
 
 
 @pytest.mark.gpu
@@ -129,8 +119,8 @@ def test_gpu_equals_cpu(lengths, name):
 
 
 def test_a_constant_decay_and_none():
-    x = make(tokens=9)
+    x = MESA.draw(tokens=9)
     rate = -torch.rand(HV, dtype=DOUBLE)
     spread = rate.expand(2, 9, HV)
-    assert_same(run(x | {"log_decay": rate}), run(x | {"log_decay": spread}))
-    assert_same(run(x | {"log_decay": None}), run(x | {"log_decay": 0 * spread}))
+    for given, same in ((rate, spread), (None, 0 * spread)):
+        assert_same(*(MESA.run(**x | {"log_decay": y}) for y in (given, same)))

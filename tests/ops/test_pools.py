@@ -248,35 +248,24 @@ def test_opcheck_of_reading_and_writing() -> None:
     opcheck(write_op, (pool, slots, -1, torch.randn(2, 2, 3)))
 
 
-def test_a_compiled_prefill_writes_the_pool() -> None:
+def test_compiled_calls_write_their_pools() -> None:
     case, taps = make_case("head", "tied", lengths=ROWS), torch.randn(6, 4)
-    pools, inputs = torch.randn(9, 4, 6, 8).double().repeat(2, 1, 1, 1, 1), torch.zeros(2, 9, 3, 6)
+    pools, inputs = torch.randn(15, 4, 6, 8).double().repeat(2, 1, 1, 1, 1), torch.zeros(2, 9, 3, 6)
     slots, x = torch.tensor([4, 5, -1, 0, 2]), torch.randn(1, 9, 6)
+    drafts = {"state_indices": torch.tensor(DRAFTED), "accepted": torch.tensor(ACCEPTED)}
 
-    def run(place: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = {"state_indices": slots, "cu_seqlens": pack(ROWS)}
+    def run(place: int) -> tuple[torch.Tensor, ...]:
+        given, cu_seqlens = arguments(case) | {"state": pools[place]}, pack(ROWS)
+        rows = {"state_indices": slots, "cu_seqlens": cu_seqlens}
         y = pool_convolution(x, taps, state=inputs[place], **rows)
-        return pool_prefill(**arguments(case), state=pools[place], **rows).o, y
+        o = pool_prefill(**given, **rows).o
+        return o, y, pool_step(**given, **drafts, cu_seqlens=cu_seqlens, null_index=0)
 
     expected = run(0)
     found = torch.compile(run, fullgraph=True, backend="aot_eager")(1)
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert all(map(torch.equal, found, expected))
     assert torch.equal(*pools)
     assert torch.equal(*inputs)
-
-
-def test_a_compiled_step_writes_the_pool() -> None:
-    case = make_case("head", "tied", lengths=ROWS)
-    pools = [pool_of(case, 15).contiguous() for _ in range(2)]
-    pools[1].copy_(pools[0])
-    rows = {"accepted": torch.tensor(ACCEPTED), "cu_seqlens": pack(ROWS), "null_index": 0}
-
-    def step(pool: torch.Tensor) -> torch.Tensor:
-        return pool_step(**arguments(case), state=pool, state_indices=torch.tensor(DRAFTED), **rows)
-
-    o = step(pools[0])
-    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(pools[1]), o)
-    assert torch.equal(*pools)
 
 
 def test_nothing_to_do(place) -> None:

@@ -2,41 +2,14 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 from deltarule import delta_rule, recurrent_step
-from deltarule.ops.delta_rule.implementations import recurrence
-from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.dispatch import are_plain_eager
 from opchecked import Registered, opcheck_all
-from oracle import Case, make_case, weights, with_gradients
+from oracle import make_case
 
-CASES = [
-    ("none", "none", 1, None),
-    ("head", "tied", 2, None),
-    ("channel", "tied", 1, (4, 0, 5)),
-    ("none", "tied", 3, (9,)),
-    ("head", "free", 1, None),
-    ("channel", "free", 1, (4, 0, 5)),
-]
-recurrence_op = recurrence.operator
 SMALL = {"tokens": 9, "key_size": 3, "value_size": 2, "heads": 1, "value_heads": 2}
-
-
-def small_case(decay: str, erase: str, n_steps: int, lengths: tuple[int, ...] | None) -> Case:
-    return make_case(decay, erase, n_steps=n_steps, lengths=lengths, **SMALL)
-
-
-def flat(case: Case, requires_grad: bool, save: bool = True) -> list:
-    """Arguments of the registered operator."""
-    names = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
-    tensors = [
-        None if (x := case.tensors[name]) is None else x.clone().requires_grad_(requires_grad)
-        for name in names
-    ]
-    offsets = None
-    if case.lengths is not None:
-        offsets = torch.tensor([0, *case.lengths]).cumsum(0)
-    return [*tensors, offsets, case.n_steps, 0.5, case.normalize_qk, False, save, "torch"]
 
 
 def test_opcheck_of_the_step() -> None:
@@ -109,29 +82,10 @@ def test_wrong_offsets_are_refused_in_compiled_code_too(offsets: list[int]) -> N
         run(torch.tensor(offsets))
 
 
-def test_a_mode_sees_the_operators_forward_and_backward() -> None:
-    case = small_case("head", "tied", 1, None)
-    with Registered() as seen:
-        with_gradients(case, "torch", *weights(case))
-    assert [x._opname for x, _ in seen.calls] == ["recurrence", "recurrence_backward"]
-
-
-@pytest.mark.parametrize("drawn", CASES)
-def test_a_call_that_nothing_watches_equals_the_operator(drawn) -> None:
-    case = small_case(*drawn)
-    d_o, d_state = weights(case)
-    arguments = flat(case, requires_grad=True)
-    leaves = [x for x in arguments[:8] if x is not None]
-    o, state, _ = recurrence_op(*arguments)
-    expected = torch.autograd.grad([o, state], leaves, [d_o, d_state])
-    eager = recurrence.run(Inputs(*arguments[:13]), "torch", True)
-    assert type(eager.o.grad_fn).__name__ == "EagerRecurrenceBackward"
-    found = torch.autograd.grad(list(eager), leaves, [d_o, d_state])
-    assert torch.equal(eager.o, o)
-    assert torch.equal(eager.final_state, state)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-    with torch.no_grad():
-        assert torch.equal(recurrence.run(Inputs(*arguments[:13]), "torch", True).o, o)
+def test_where_nothing_watches_there_is_no_operator() -> None:
+    case = make_case("head", "tied", **SMALL)
+    o, state = case.changed(q=case.tensors["q"].requires_grad_()).run("torch")
+    assert type(o.grad_fn).__name__ == type(state.grad_fn).__name__ == "EagerRecurrenceBackward"
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is:DeprecationWarning")
