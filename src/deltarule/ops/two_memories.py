@@ -1,8 +1,6 @@
 """Attention to a few slots: one memory of keys, one of values, and a softmax between them."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +11,7 @@ from deltarule.ops.delta_rule.api import delta_rule
 from deltarule.ops.delta_rule.step import recurrent_step
 from deltarule.ops.dispatch import Impl
 from deltarule.ops.few_tokens import decodes
-from deltarule.shapes import Keys, Offsets, Outputs, Queries, RecurrentOutput, State, Values
+from deltarule.shapes import Keys, Offsets, Outputs, Queries, RecurrentOutput, Values
 
 
 class TwoMemories(NamedTuple):
@@ -99,44 +97,31 @@ def two_memories(
     check_state("value_memory", value_memory, q, (sequences, heads, v.shape[3], size))
     slots = slots.to(q.dtype)
     of_slots = None if log_decay is None else log_decay.flatten(2)
-    recurrence: Callable[..., RecurrentOutput] = partial(
-        delta_rule, cu_seqlens=cu_seqlens, context=context, impl=impl
-    )
-    if context is None and decodes(
-        q, cu_seqlens, (k, v, slots, log_decay, key_memory, value_memory)
-    ):
-        recurrence = partial(step, impl=impl)
+    given = k, v, slots, log_decay, key_memory, value_memory
+    few = context is None and decodes(q, cu_seqlens, given)
+
+    def recurrence(
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float | None,
+        state: Tensor | None,
+    ) -> RecurrentOutput:  # fmt: skip
+        gates: dict[str, Any] = {"beta": None, "log_decay": log_decay, "scale": scale, "impl": impl}
+        if not few:
+            gates |= {"cu_seqlens": cu_seqlens, "context": context}
+            return delta_rule(q, k, v, **gates, initial_state=state)
+        if state is None:
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            state = q.new_zeros(q.shape[0], v.shape[2], v.shape[3], q.shape[3], dtype=dtype)
+        state = state.clone()
+        return RecurrentOutput(recurrent_step(q, k, v, **gates, state=state), state)
+
     each = slots.flatten(2).unsqueeze(-1)
     state = None if key_memory is None else key_memory.flatten(1, 2).unsqueeze(2)
-    first = recurrence(q, k, each, beta=None, log_decay=of_slots, scale=scale, initial_state=state)
+    first = recurrence(q, k, each, of_slots, scale, state)
     scores = first.o.unflatten(2, (heads, size)).squeeze(-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
     weights = weights.to(q.dtype)
-    second = recurrence(
-        weights, slots, v, beta=None, log_decay=log_decay, scale=1.0, initial_state=value_memory
-    )
+    second = recurrence(weights, slots, v, log_decay, 1.0, value_memory)
     assert first.final_state is not None
     assert second.final_state is not None
     keys = first.final_state.squeeze(2).unflatten(1, (heads, size))
     return TwoMemories(second.o, keys, second.final_state)
-
-
-def step(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    *,
-    beta: None,
-    log_decay: Tensor | None,
-    scale: float | None,
-    initial_state: State | None,
-    impl: Impl,
-) -> RecurrentOutput:
-    """`delta_rule` without erase on a few tokens, as `recurrent_step` of a new state."""
-    if initial_state is None:
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        state = q.new_zeros(q.shape[0], v.shape[2], v.shape[3], q.shape[3], dtype=dtype)
-    else:
-        state = initial_state.clone()
-    o = recurrent_step(q, k, v, beta=beta, log_decay=log_decay, scale=scale, state=state, impl=impl)
-    return RecurrentOutput(o, state)

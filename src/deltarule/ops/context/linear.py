@@ -54,13 +54,6 @@ def total_decay(given: dict[str, Any]) -> Tensor:
         return decay.sum(1)
     # Not by differences of running sums: a reset is -inf.
     sums = decay.new_zeros(len(offsets) - 1, *decay.shape[2:])
-    return sums.index_add(0, sequence_of(given), decay[0])
-
-
-def sequence_of(given: dict[str, Any]) -> Tensor:
-    """[T] the packed sequence of each token; zeros unpacked."""
-    q, offsets = given["q"], given.get("cu_seqlens")
     place = torch.arange(q.shape[1], device=q.device)
-    if offsets is None:
-        return torch.zeros_like(place)
-    return torch.searchsorted(offsets[1:].to(q.device, torch.int64), place, right=True)
+    sequence = torch.searchsorted(offsets[1:].to(q.device, torch.int64), place, right=True)
+    return sums.index_add(0, sequence, decay[0])

@@ -12,7 +12,6 @@ from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.ops.mesa import definition as reference
 from deltarule.ops.mesa import torch as chunked
 from deltarule.ops.mesa.context import starting_sums
-from deltarule.ops.mesa.step import mesa_step
 from deltarule.ops.plain import (
     Arguments,
     PlainImpl,
@@ -52,7 +51,7 @@ def run(arguments: Arguments, backend: str) -> MesaOutput:
     """
     given = (*arguments.values(), *(arguments["initial_state"] or ()))
     few = decodes(arguments["q"], arguments["cu_seqlens"], given)
-    return (mesa_step if few else chunked.mesa)(arguments, backend)
+    return (chunked.mesa_step if few else chunked.mesa)(arguments, backend)
 
 
 IMPLEMENTATIONS = forms(why_not_triton, run, lambda arguments: reference.mesa(**arguments))

@@ -16,7 +16,6 @@ from deltarule.ops.selective_scan import definition as reference
 from deltarule.ops.selective_scan import torch as chunked
 from deltarule.ops.selective_scan.context import over_context
 from deltarule.ops.selective_scan.inputs import ScanInputs
-from deltarule.ops.selective_scan.step import step
 from deltarule.shapes import Offsets, Outputs, RecurrentOutput, State, Values
 
 # Key channels of the widest tile that a program of the Triton kernels holds.
@@ -173,7 +172,7 @@ def dispatch_scan(inputs: ScanInputs, impl: str) -> RecurrentOutput:
     """Run the chosen implementation; a few tokens without a GPU's kernels need no chunks."""
     stepwise = impl == "auto" and inputs.v.device.type == "cpu"
     if stepwise and decodes(inputs.v, inputs.cu_seqlens, (*inputs[:2], *inputs[3:9])):
-        return step(inputs)
+        return chunked.step(inputs)
     return choose(IMPLEMENTATIONS, inputs, impl, inputs.v.device).run(inputs)
 
 
