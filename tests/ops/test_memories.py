@@ -9,7 +9,7 @@ import torch
 from deltarule.ops import mini_batches
 from deltarule.ops.memory import inputs
 from deltarule.ops.memory.torch import memory
-from ops.memories import DOUBLE, KINDS, assert_same, make, tensors_of
+from ops.memories import DOUBLE, HV, KINDS, assert_same, make, tensors_of
 from tolerance import relative_rms
 
 every_kind = pytest.mark.parametrize(("operator", "maps"), KINDS)
@@ -18,33 +18,21 @@ LENGTHS = (3, 0, 21, 1, 0, 1)
 REORDERED = 1e-10
 
 
-@every_kind
-@pytest.mark.parametrize("size", [1, 5, 16])
-def test_dual_form_equals_primal_form(operator, maps, size):
-    case = make(operator, maps, size=size)
-    assert_same(case.run("torch"), case.run("reference"), REORDERED)
+# Mini-batches, packed sequences if any, and where all of these are in their mini-batches; of seven
+# alike, some may all need one mini-batch more.
+SIZES = [(1, None, None), (5, None, None), (16, None, None), (1, LENGTHS, None), (5, LENGTHS, None)]
+SIZES += [(5, (length,) * 7, at) for length, at in ((2, 4), (6, 4), (1, 0), (5, 0), (6, 0))]
 
 
 @every_kind
-@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize(("size", "lengths", "position"), SIZES)
 @pytest.mark.parametrize("read", [True, False])
-def test_packed_dual_form_equals_primal_form(operator, maps, size, read, monkeypatch):
+def test_dual_form_equals_primal_form(operator, maps, size, lengths, position, read, monkeypatch):
     if not read:
         monkeypatch.setattr(mini_batches, "readable", lambda _: False)
-    case = make(operator, maps, size=size, lengths=LENGTHS)
-    assert_same(case.run("torch"), case.run("reference"), REORDERED)
-
-
-@every_kind
-@pytest.mark.parametrize(("length", "position"), [(2, 4), (6, 4), (1, 0), (5, 0), (6, 0)])
-@pytest.mark.parametrize("read", [True, False])
-def test_packed_sequences_may_all_need_one_mini_batch_more(
-    operator, maps, length, position, read, monkeypatch
-):
-    if not read:
-        monkeypatch.setattr(mini_batches, "readable", lambda _: False)
-    case = make(operator, maps, size=5, lengths=(length,) * 7)
-    case = case.changed(position=torch.full((7,), position))
+    case = make(operator, maps, size=size, lengths=lengths)
+    if position is not None:
+        case = case.changed(position=torch.full((7,), position))
     assert_same(case.run("torch"), case.run("reference"), REORDERED)
 
 
@@ -119,3 +107,32 @@ def test_auto_takes_the_kernels_where_they_run(operator, maps, monkeypatch):
     assert case.run() == "kernels"
     with pytest.raises(ValueError, match="mini-batches up to 16, got K = 4, V = 4 and 17"):
         make(operator, maps, size=17).run("triton")
+
+
+def test_an_open_mini_batch_waits_in_the_state():
+    case = make("ttt", 1, batch=1, tokens=3, size=8, begun=False)
+    state = case.run().final_state
+    assert torch.equal(state.weights[0], case.tensors["weights_1"])
+    assert state.position.tolist() == [3]
+    assert (state.gradients[0] != 0).all()
+
+
+def test_gates_left_out_are_neutral():
+    case = make("titans", 2)
+    x = case.tensors
+    zeros = torch.zeros_like(x["beta"])
+    plain = case.changed(momentum=None, log_decay=None).run()
+    spelled = case.changed(momentum=zeros, log_decay=zeros).run()
+    assert torch.equal(plain.o, spelled.o)
+    constant = -torch.rand(HV, dtype=DOUBLE)
+    each = case.changed(log_decay=constant.expand(x["beta"].shape)).run()
+    assert torch.equal(case.changed(log_decay=constant).run().o, each.o)
+
+
+def test_the_anchor_moves_with_full_mini_batches_only():
+    case = make("titans", 1, batch=1, tokens=11, size=4, begun=False)
+    state = case.run().final_state
+    eight = case.part(slice(8)).run().final_state
+    assert state.position.tolist() == [3]
+    assert relative_rms(state.anchor[0], eight.weights[0]) <= 1e-12
+    assert torch.equal(eight.anchor[0], eight.weights[0])

@@ -1,12 +1,15 @@
 """Operators beside the loops of their papers, transcribed on their own."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from deltarule import delta_rule, long_convolution, selective_scan, slstm, two_memories
-from ops.contract import OPERATORS, K, V, draw, slots
+from ops import memories
+from ops.contract import HV, OPERATORS, H, K, V, draw, slots
 from oracles import decaying_fast_weights as dfw
-from oracles import delta_scan, hyena, mamba
+from oracles import delta_scan, hyena, mamba, titans, ttt
 from oracles import slstm as cell
 from tolerance import assert_close, relative_rms
 
@@ -134,3 +137,50 @@ def test_bfloat16_keeps_its_memories_in_float32():
     out = two_memories(**x)
     assert (out.o.dtype, out.key_memory.dtype) == (torch.bfloat16, torch.float32)
     assert relative_rms(out.o, two_memories(**{n: y.double() for n, y in x.items()}).o) < 0.02
+
+
+def weights_of(maps):
+    """As the oracle has them: rows times W, and a bias apart."""
+    pairs = {f"W{i + 1}": w[:, :-1].mT for i, w in enumerate(maps)}
+    return pairs | {f"b{i + 1}": w[:, -1] for i, w in enumerate(maps)}
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("maps", [1, 2])
+def test_ttt_equals_the_authors_recurrence(maps, impl):
+    case = memories.make("ttt", maps, batch=2, tokens=40, size=8, begun=False)
+    x, out = case.tensors, case.run(impl)
+    network = ttt.linear if maps == 1 else ttt.mlp
+    for row, head in [(0, 0), (1, 3)]:
+        q, k = (x[name][row, :, head * H // HV] for name in "qk")
+        expected, after = ttt.recurrence(
+            network, weights_of([x[f"weights_{i + 1}"][row, head] for i in range(maps)]), q, k,
+            x["v"][row, :, head], x["beta"][row, :, head], x["step_scale"], x["norm_weight"][head],
+            x["norm_bias"][head],
+        )  # fmt: skip
+        assert relative_rms(out.o[row, :, head], expected) <= 1e-12
+        found = weights_of([w[row, head] for w in out.final_state.weights])
+        assert all(relative_rms(found[name], after[name]) <= 1e-12 for name in after)
+    # Its mini-batches are whole.
+    assert out.final_state.position.tolist() == [0, 0]
+    assert all((summed == 0).all() for summed in out.final_state.gradients)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("maps", [1, 2])
+@pytest.mark.parametrize("size", [1, 8])
+def test_titans_equal_the_papers_recurrence(maps, size, impl):
+    """Eq. 9, 10 and 13 to 15; with mini-batches, gradients at the memory before them."""
+    case = memories.make("titans", maps, batch=2, tokens=27, size=size, begun=False)
+    x, out = case.tensors, case.run(impl)
+    memory = partial(titans.mlp, activation=partial(torch.nn.functional.gelu, approximate="tanh"))
+    for row, head in [(0, 0), (1, 3)]:
+        q, k = (x[name][row, :, head * H // HV] for name in "qk")
+        v, theta, eta = (x[name][row, :, head] for name in ("v", "beta", "momentum"))
+        weights = {f"W{i + 1}": x[f"weights_{i + 1}"][row, head] for i in range(maps)}
+        alpha = 1 - x["log_decay"][row, :, head].exp()
+        o, M, S = titans.recurrence(memory, weights, q, k, v, theta, eta, alpha, size)
+        assert relative_rms(out.o[row, :, head], o) <= 1e-12
+        for found, expected in ((out.final_state.weights, M), (out.final_state.momentum, S)):
+            for y, wanted in zip(found, expected.values(), strict=True):
+                assert relative_rms(y[row, head], wanted) <= 1e-12
