@@ -6,11 +6,16 @@ from torch import Tensor
 from deltarule.ops.checks import check_sequence
 from deltarule.ops.dispatch import constant_when_compiled
 from deltarule.ops.fused_kernels import why_not_fused
-from deltarule.ops.plain import Arguments, check_per_head, check_state_tensor, count_sequences
+from deltarule.ops.plain import (
+    Arguments,
+    check_counts,
+    check_per_head,
+    check_state_tensor,
+    count_sequences,
+)
 from deltarule.shapes import TitansState, TTTState
 
 Maps = tuple[Tensor, ...]
-Size = tuple[int, ...]
 
 # Tokens of a mini-batch are rows of one tile.
 MAX_MINI_BATCH = 16
@@ -70,8 +75,9 @@ def check_call(
 
 
 def check_memory(
-    state: object, kind: type[TTTState | TitansState], sequences: int, q: Tensor, v: Tensor
-) -> None:
+    state: object, kind: type[TTTState | TitansState], mini_batch: int, sequences: int, q: Tensor,
+    v: Tensor,
+) -> None:  # fmt: skip
     """Maps that lead from K to V channels, the same sizes in every part of the state."""
     if not isinstance(state, kind):
         raise ValueError(
@@ -87,18 +93,11 @@ def check_memory(
                 f"initial_state.{name} must be a tuple of tensors, one for each map of the memory, "
                 f"got {type(maps).__name__}"
             )
-        sizes = map_sizes(state.weights, sequences, bias, q, v)
-        for index, (x, size) in enumerate(zip(maps, sizes, strict=True)):
+        inputs = q.shape[3]
+        # A map takes what the one before puts out; the last puts out V.
+        for index, (x, of) in enumerate(zip(maps, state.weights, strict=True)):
+            outputs = v.shape[3] if index + 1 == len(maps) or of.ndim < 2 else of.shape[-2]
+            size = sequences, v.shape[2], outputs, inputs + bias
             check_state_tensor(f"initial_state.{name}[{index}]", x, letters, size, q)
-
-
-def map_sizes(maps: Maps, sequences: int, bias: int, q: Tensor, v: Tensor) -> list[Size]:
-    """What each map must measure: it takes what the one before puts out; the last puts out V."""
-    inputs = q.shape[3]
-    sizes: list[Size] = []
-    for index, x in enumerate(maps):
-        last = index + 1 == len(maps)
-        outputs = v.shape[3] if last or x.ndim < 2 else x.shape[-2]
-        sizes.append((sequences, v.shape[2], outputs, inputs + bias))
-        inputs = outputs
-    return sizes
+            inputs = outputs
+    check_counts("initial_state.position", state.position, sequences, mini_batch - 1, q)

@@ -7,7 +7,7 @@ from deltarule.ops.checks import check_log_decay
 from deltarule.ops.memory import definition as reference
 from deltarule.ops.memory.inputs import check_call, check_memory, why_not_triton
 from deltarule.ops.memory.torch import operators
-from deltarule.ops.plain import Arguments, PlainImpl, check_counts, check_per_head, forms, run_plain
+from deltarule.ops.plain import Arguments, PlainImpl, check_per_head, forms, run_plain
 from deltarule.shapes import Beta, Keys, Offsets, Queries, TitansOutput, TitansState, Values
 
 # Mini-batches are laid out in PyTorch; the hot stage, the scan over them, is the backend's.
@@ -90,8 +90,7 @@ def titans(
         raise ValueError("log_decay must be [HV] or [B, T, HV]: a memory forgets as a whole")
     if isinstance(mini_batch, bool) or not isinstance(mini_batch, int) or mini_batch < 1:
         raise ValueError(f"mini_batch must be an integer of 1 or more, got {mini_batch!r}")
-    check_memory(initial_state, TitansState, sequences, q, v)
-    check_counts("initial_state.position", initial_state.position, sequences, mini_batch - 1, q)
+    check_memory(initial_state, TitansState, mini_batch, sequences, q, v)
     arguments: Arguments = {"q": q, "k": k, "v": v, "beta": beta, "momentum": momentum}
     arguments |= {"log_decay": log_decay, "mini_batch": mini_batch, "lengths": lengths}
     arguments |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}

@@ -8,7 +8,7 @@ from torch import Tensor
 from deltarule.ops.memory import definition as reference
 from deltarule.ops.memory.inputs import check_call, check_memory, why_not_triton
 from deltarule.ops.memory.torch import operators
-from deltarule.ops.plain import Arguments, PlainImpl, check_counts, check_per_head, forms, run_plain
+from deltarule.ops.plain import Arguments, PlainImpl, check_per_head, forms, run_plain
 from deltarule.shapes import Beta, Keys, Offsets, Queries, TTTOutput, TTTState, Values
 
 # Mini-batches are laid out in PyTorch; the hot stage, the scan over them, is the backend's.
@@ -101,9 +101,7 @@ def ttt(
     check_per_head("norm_bias", norm_bias, "[HV, V]", (heads, channels), q)
     if not isinstance(norm_eps, int | float) or not 0 < norm_eps < math.inf:
         raise ValueError(f"norm_eps must be a finite number above 0, got {norm_eps!r}")
-    check_memory(initial_state, TTTState, sequences, q, v)
-    most = len(step_scale) - 1
-    check_counts("initial_state.position", initial_state.position, sequences, most, q)
+    check_memory(initial_state, TTTState, len(step_scale), sequences, q, v)
     arguments: Arguments = {"q": q, "k": k, "v": v, "beta": beta, "step_scale": step_scale}
     arguments |= {"norm_weight": norm_weight, "norm_bias": norm_bias, "norm_eps": float(norm_eps)}
     arguments |= {"initial_state": initial_state, "lengths": lengths, "cu_seqlens": cu_seqlens}

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -22,19 +23,15 @@ def cache_folder() -> Path:
     It comes from the user's account alone: an environment variable must not choose the table that
     the kernels read, and with it the last bits of a result.
     """
+    home = Path.home()
+    if os.name == "posix":
+        import pwd
+
+        # What the system has on record for this user.
+        with suppress(KeyError):
+            home = Path(pwd.getpwuid(os.getuid()).pw_dir)
     folders = {"win32": "AppData/Local", "darwin": "Library/Caches"}
-    return account_home() / folders.get(sys.platform, ".cache") / "deltarule"
-
-
-def account_home() -> Path:
-    if os.name != "posix":
-        return Path.home()
-    import pwd
-
-    try:
-        return Path(pwd.getpwuid(os.getuid()).pw_dir)
-    except KeyError:
-        return Path.home()
+    return home / folders.get(sys.platform, ".cache") / "deltarule"
 
 
 @cache

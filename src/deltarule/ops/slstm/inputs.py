@@ -40,20 +40,3 @@ class SLSTMInputs(NamedTuple):
         first, _ = self.spans
         sequence = torch.searchsorted(first, row, right=True) - 1
         return sequence, row - first[sequence]
-
-    def rows_before(self, h: Tensor) -> Tensor:
-        """[B T, H, D] the output before each token, of outputs h [B T, H, D]."""
-        sequence, token = self.places
-        shifted = torch.cat([torch.zeros_like(h[:1]), h[:-1]])
-        return torch.where((token == 0)[:, None, None], self.before[sequence, :, 0], shifted)
-
-    def all_gates(self, h_before: Tensor) -> Tensor:
-        """[B T, H, 4, D] what the input and the output before give; zero at padding."""
-        heads, _, size = self.gates.shape[2:]
-        weights = self.recurrent.to(self.dtype).flatten(1, 2)
-        seen = (h_before.transpose(0, 1) @ weights.mT).transpose(0, 1)
-        raw = self.gates.to(self.dtype).flatten(0, 1) + seen.view(-1, heads, 4, size)
-        if self.lengths is None:
-            return raw.contiguous()
-        sequence, token = self.places
-        return torch.where((token < self.lengths[sequence])[:, None, None, None], raw, 0)

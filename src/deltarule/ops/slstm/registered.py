@@ -26,8 +26,18 @@ def backward(given: Backward[SLSTMInputs], save: bool, backend: str) -> Gradient
     d_o = states.new_zeros(shape[:3] + shape[4:]) if d_o is None else d_o.to(inputs.dtype)
     if d_final is None:
         d_final = torch.zeros_like(inputs.before)
-    h_before = inputs.rows_before(states[:, :, 0])
-    raw = inputs.all_gates(h_before)
+    # The output before each token, [B T, H, D].
+    sequence, token = inputs.places
+    shifted = torch.cat([torch.zeros_like(states[:1, :, 0]), states[:-1, :, 0]])
+    first = (token == 0)[:, None, None]
+    h_before = torch.where(first, inputs.before[sequence, :, 0], shifted)
+    # What the input and that output give to all gates, [B T, H, 4, D]; zero at padding.
+    weights = inputs.recurrent.to(inputs.dtype).flatten(1, 2)
+    seen = (h_before.transpose(0, 1) @ weights.mT).transpose(0, 1)
+    raw = inputs.gates.to(inputs.dtype).flatten(0, 1) + seen.view(-1, *shape[2:])
+    if inputs.lengths is not None:
+        raw = torch.where((token < inputs.lengths[sequence])[:, None, None, None], raw, 0)
+    raw = raw.contiguous()
     d_gates, d_before = backend_of(backend, inputs).backward(d_o, d_final, inputs, raw, states)
     # [H, 4 D, B T] [H, B T, D]: every token's gate and the output that it saw.
     d_recurrent = d_gates.flatten(-2).permute(1, 2, 0) @ h_before.transpose(0, 1)
