@@ -14,7 +14,7 @@ from deltarule.lookup import checkpoints
 from deltarule.models import FAMILIES, CausalLM, ModelConfig
 from deltarule.models.convert.copy import convert
 from deltarule.models.convert.layout import check_parts
-from deltarule.models.convert.piece import Piece, filters
+from deltarule.models.convert.names import Piece, filters
 from deltarule.models.files import CONFIG, INDEX, WEIGHTS
 from deltarule.nn import SYSTEMS
 from models.checkpoints import redraw

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import reduce
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from deltarule.atomic_file import new_folder
 from deltarule.models import files
 from deltarule.models.causal_lm import without_memory
 from deltarule.models.convert.layout import Layout, shapes_of, stored, written
-from deltarule.models.convert.piece import Piece, Shapes
+from deltarule.models.convert.names import Piece, Shapes
 
 # What stands beside a model for its tokens, and is the same in every layout.
 _BESIDE = (
@@ -84,7 +84,8 @@ def convert(
         shards = list(shared_out(entries, shard_size))
         weight_map: dict[str, str] = {}
         for index, shard in enumerate(shards, 1):
-            name = shard_name(index, len(shards))
+            name = f"model-{index:05}-of-{len(shards):05}.safetensors"
+            name = files.WEIGHTS if len(shards) == 1 else name
             weight_map |= dict.fromkeys((entry.piece.name for entry in shard), name)
             for size in write_shard(folder / name, shard, parts):
                 done += size
@@ -142,37 +143,26 @@ def shared_out(entries: list[Entry], shard_size: int) -> Iterator[list[Entry]]:
     yield shard
 
 
-def shard_name(index: int, count: int) -> str:
-    return files.WEIGHTS if count == 1 else f"model-{index:05}-of-{count:05}.safetensors"
-
-
 def write_shard(path: Path, entries: list[Entry], parts: Parts) -> Iterator[int]:
-    """Write a safetensors file; yield the bytes of each tensor once it is written."""
-    with path.open("wb") as file:
-        file.write(header(entries))
-        for entry in entries:
-            tensor = entry.piece.write([parts.read(part) for part in entry.piece.parts])
-            write_tensor(file, tensor.to(entry.dtype))
-            # The next is read without it.
-            del tensor
-            yield entry.size
+    """Write a safetensors file; yield the bytes of each tensor once it is written.
 
-
-def header(entries: list[Entry]) -> bytes:
-    """Eight bytes of length, then JSON, filled with spaces up to a multiple of eight."""
-    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    Eight bytes of length, then JSON, filled up with spaces to a multiple of eight, then tensors.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for piece, shape, dtype in entries:
         end = start + math.prod(shape) * dtype.itemsize
-        described[piece.name] = {
-            "dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]
-        }  # fmt: skip
-        start = end
-    text = json.dumps(described, separators=(",", ":")).encode()
+        described = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[piece.name], start = described, end
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def write_tensor(file: BinaryIO, tensor: Tensor) -> None:
-    values: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
-    file.write(values)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry in entries:
+            tensor = entry.piece.write([parts.read(part) for part in entry.piece.parts])
+            tensor = tensor.to(entry.dtype).contiguous().flatten().view(torch.uint8)
+            values: Any = tensor.numpy()
+            file.write(values)
+            # The next is read without it.
+            del tensor, values
+            yield entry.size

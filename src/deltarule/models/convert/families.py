@@ -5,25 +5,20 @@ from typing import Any
 from deltarule.models.config_names import MODEL_TYPE
 from deltarule.models.convert import (
     fla,
+    gated_deltanet,
     kimi_linear,
     mamba1,
     mamba2,
-    mamba_hybrids,
     minimax,
-    nemotron_h,
-    olmo_hybrid,
-    qwen,
     rwkv7,
     xlstm,
 )
-from deltarule.models.convert.family import Family
-from deltarule.models.convert.piece import Piece, Shapes
+from deltarule.models.convert.options import Family
 from deltarule.nearest import nearest
 
 _ALL = (
-    *fla.FAMILIES, mamba2.FAMILY, *qwen.FAMILIES, olmo_hybrid.FAMILY, *mamba_hybrids.FAMILIES,
-    nemotron_h.FAMILY, kimi_linear.FAMILY, minimax.FAMILY, xlstm.FAMILY, rwkv7.FAMILY,
-    *mamba1.FAMILIES,
+    *fla.FAMILIES, *gated_deltanet.FAMILIES, *mamba2.FAMILIES, kimi_linear.FAMILY, minimax.FAMILY,
+    xlstm.FAMILY, rwkv7.FAMILY, *mamba1.FAMILIES,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {
     name: family for family in _ALL for name in (*family.aliases, family.model_type)
@@ -43,7 +38,3 @@ def named(name: object, option: str) -> Family:
     hint = nearest(name, FAMILIES, before=" ")
     known = ", ".join((MODEL_TYPE, *FAMILIES))
     raise ValueError(f"{option} {name!r} is not known;{hint} known are {known}")
-
-
-def own_pieces(shapes: Shapes) -> list[Piece]:
-    return [Piece(name, (name,)) for name in shapes]

@@ -4,15 +4,13 @@ Each family is one mixer in every block; the rest of the model is the same for a
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert import options
-from deltarule.models.convert.family import Family
-from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.hybrid import MOST_LAYERS
-from deltarule.models.convert.names import MLP, Names, Rows, Tensors, same, under
-from deltarule.models.convert.options import Entry, Options, Table
-from deltarule.models.convert.piece import flat, last_joined
+from deltarule.models.convert.names import MLP, Names, Rows, Tensors, flat, same, under
+from deltarule.models.convert.options import Entry, Family, Fields, Options, Table
+from deltarule.nn.state import MOST_LAYERS
 
 
 def stream(hidden_ratio: float = 4) -> Table:
@@ -46,13 +44,9 @@ def convolved(used: bool) -> Entry:
         fields.only("conv_bias", False)
         return {"conv_size": taps if fields.flag("use_short_conv", used) else 0}
 
-    return Entry(
-        read_taps,
-        lambda config: {
-            "use_short_conv": config.conv_size != 0,
-            "conv_size": config.conv_size or 4,
-        },
-    )
+    return Entry(read_taps, lambda config: {
+        "use_short_conv": config.conv_size != 0, "conv_size": config.conv_size or 4,
+    })  # fmt: skip
 
 
 def shares(k: float, v: float) -> Table:
@@ -68,10 +62,9 @@ def shares(k: float, v: float) -> Table:
                 )
             return {ours: size // heads}
 
-        def write_share(config: ModelConfig) -> Options:
-            return {theirs: config.num_heads * (getattr(config, ours) or 0) / config.hidden_size}
-
-        return Entry(read_size, write_share)
+        return Entry(read_size, lambda config: {
+            theirs: config.num_heads * (getattr(config, ours) or 0) / config.hidden_size
+        })  # fmt: skip
 
     return (
         options.integer("num_heads"),
@@ -81,16 +74,15 @@ def shares(k: float, v: float) -> Table:
 
 
 def sized(heads: int, size: int, expand_v: float) -> Table:
-    def read_value(fields: Fields, found: Options) -> Options:
-        return {"head_v_dim": int(found["head_k_dim"] * fields.number("expand_v", expand_v))}
-
-    def write_value(config: ModelConfig) -> Options:
-        return {"expand_v": (config.head_v_dim or 1) / (config.head_k_dim or 1)}
-
     return (
         options.integer("num_heads", default=heads),
         options.integer("head_dim", "head_k_dim", size),
-        Entry(read_value, write_value),
+        Entry(
+            lambda fields, found: {
+                "head_v_dim": int(found["head_k_dim"] * fields.number("expand_v", expand_v))
+            },
+            lambda config: {"expand_v": (config.head_v_dim or 1) / (config.head_k_dim or 1)},
+        ),
     )
 
 
@@ -110,11 +102,6 @@ def write_bound(config: ModelConfig) -> Options:
     """Back from `read_bound`; -5 is as far as those kernels go."""
     bound = config.gate_lower_bound
     return {} if bound is None else {"safe_gate": bound >= -5, "lower_bound": bound}
-
-
-def read_forget(fields: Fields, found: Options) -> Options:
-    gated = fields.flag("use_forget_gate", False)
-    return {"layer_types": "gated_delta_product" if gated else "delta_product"}
 
 
 def read_attention(fields: Fields, found: Options) -> Options:
@@ -168,63 +155,47 @@ def family(
     *own: Entry,
     mixers: tuple[str, ...] = (),
     common: Table = STREAM,
-    names: Mapping[str, str] | None = None,
-    norms: tuple[str, str] = ("o_norm", "o_norm"),
-    model: Names | None = None,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+    norm: Names = MappingProxyType({"o_norm": "o_norm"}),
+    model: Names = MappingProxyType({}),
     hybrid: bool = True,
 ) -> Family:
     """One family, from what differs: `own` options of the mixer, and `common` ones of the rest.
 
-    Of its mixers here the first is what config.json means unless an entry says another. `names` are
-    those of its submodules, by ours, and `norms` those of the norm of an output, with a gate and
-    without, where they differ; `model` has names of the model beside the usual ones. A `hybrid`
-    mixes in attention.
+    Of its mixers here the first is what config.json means unless an entry says another. `renamed`
+    are its submodules of other names, by ours, `norm` is that of an output; `model` has names of
+    the model beside the usual ones. A `hybrid` mixes in attention.
     """
     mixers = mixers or (model_type,)
-    layer = {"attn_norm": "mixer_norm", "mlp_norm": "mlp_norm", **under("mlp.", MLP, "mlp.")}
-    own_names = under("attn.", mixer_names(names or {}, norms), "mixer.")
-    attention = under("attn.", same(*(f"{letter}_proj" for letter in "qkvo")), "mixer.")
-    return Family(
-        model_type=model_type,
-        architecture=architecture,
-        options=(
-            options.fixed({"layer_types": mixers[0]}),
-            *common,
-            *own,
-            Entry(read_attention, write_attention) if hybrid else options.only({"attn": None}),
-        ),
-        tensors=Tensors(
-            embedding="embeddings",
-            model=model or {},
-            layer={
-                "": layer,
-                **dict.fromkeys(mixers, own_names),
-                **dict.fromkeys(ATTENTION if hybrid else (), attention),
-            },
-        ),
-    )
-
-
-def mixer_names(renamed: Mapping[str, str], norms: tuple[str, str]) -> Names:
-    """Every parameter that some mixer of these families has."""
-    names: dict[str, str | Rows] = {}
+    # Every parameter that some mixer of these families has.
+    names = {"A_log": "A_log", "dt_bias": Rows("dt_bias", form=flat), **norm}
     for letter in "qkvabgo":
-        theirs = renamed.get(f"{letter}_proj", f"{letter}_proj")
-        names |= {f"{theirs}{part}": f"{letter}_proj{part}" for part in ("", ".0", ".1")}
-        conv = renamed.get(f"{letter}_conv", f"{letter}_conv")
-        names |= {f"{conv}1d": f"{letter}_conv"}
-    names |= {"A_log": "A_log", "dt_bias": Rows("dt_bias", form=flat)}
-    gated, plain = norms
-    if gated == plain:
-        return names | {gated: "o_norm"}
-    return names | {gated: Rows("o_norm", gated=True), plain: Rows("o_norm", gated=False)}
+        proj, conv = (renamed.get(x, x) for x in (f"{letter}_proj", f"{letter}_conv"))
+        names |= {f"{proj}{part}": f"{letter}_proj{part}" for part in ("", ".0", ".1")}
+        names[f"{conv}1d"] = f"{letter}_conv"
+    layer = {
+        "": {"attn_norm": "mixer_norm", "mlp_norm": "mlp_norm", **under("mlp.", MLP, "mlp.")},
+        **dict.fromkeys(mixers, under("attn.", names, "mixer.")),
+    }
+    if hybrid:
+        attention = under("attn.", same(*(f"{letter}_proj" for letter in "qkvo")), "mixer.")
+        layer |= dict.fromkeys(ATTENTION, attention)
+    mixed = Entry(read_attention, write_attention) if hybrid else options.only({"attn": None})
+    return Family(
+        model_type=model_type, architecture=architecture,
+        options=(options.fixed({"layer_types": mixers[0]}), *common, *own, mixed),
+        tensors=Tensors(embedding="embeddings", model=model, layer=layer),
+    )  # fmt: skip
 
 
 ACTIVATIONS = {"silu": None, "elu": "elu", "relu": "relu", "identity": "identity"}
 FEATURE_MAPS = {"identity": None, "elu": "elu", "relu": "relu"}
 GATED = options.flag("use_output_gate", "output_gate", True)
 HEADS_ALIKE = options.only({"num_kv_heads": None})
-SWISH_NORM = ("g_norm_swish_gate", "g_norm")
+WRITES = ("gated_delta_product", "delta_product")
+SWISH_NORM = {
+    "g_norm_swish_gate": Rows("o_norm", gated=True), "g_norm": Rows("o_norm", gated=False)
+}  # fmt: skip
 
 FAMILIES = (
     family(
@@ -245,23 +216,25 @@ FAMILIES = (
         "kda", "KDAForCausalLM",
         *sized(16, 128, 1), VALUE_HEADS, convolved(True), Entry(read_bound, write_bound), NEGATIVE,
         options.fixed({"output_gate": True}),
-        names={"a_proj": "f_proj"},
+        renamed={"a_proj": "f_proj"},
     ),
     family(
         "gated_deltaproduct", "GatedDeltaProductForCausalLM",
         Entry(
-            read_forget,
-            lambda config: {"use_forget_gate": "gated_delta_product" in config.layer_types},
+            lambda fields, found: {
+                "layer_types": WRITES[0 if fields.flag("use_forget_gate", False) else 1]
+            },
+            lambda config: {"use_forget_gate": WRITES[0] in config.layer_types},
         ),
         *sized(6, 256, 2), options.integer("num_householder", "n_steps", 1), convolved(True), GATED,
         NEGATIVE,
-        mixers=("gated_delta_product", "delta_product"),
+        mixers=WRITES,
     ),
     family(
         "gla", "GLAForCausalLM",
         options.only({"use_gk": True, "use_gv": False, "clamp_min": None, "feature_map": None}),
         HEADS_ALIKE, *shares(0.5, 1), GATED, convolved(False),
-        names={"a_proj": "gk_proj"}, norms=SWISH_NORM,
+        renamed={"a_proj": "gk_proj"}, norm=SWISH_NORM,
     ),
     family(
         "retnet", "RetNetForCausalLM",
@@ -269,7 +242,7 @@ FAMILIES = (
         # Its layers have no convolution whatever its options say.
         options.silent("use_short_conv", "conv_size"), options.fixed({"conv_size": 0}),
         # Its own wavelengths are not those of attention.
-        common=stream(hidden_ratio=2), norms=SWISH_NORM, hybrid=False,
+        common=stream(hidden_ratio=2), norm=SWISH_NORM, hybrid=False,
     ),
     family(
         "linear_attn", "LinearAttentionForCausalLM",
@@ -278,7 +251,7 @@ FAMILIES = (
         HEADS_ALIKE, *shares(1, 1),
         # What is not said is a map that is none of these.
         options.word("feature_map", FEATURE_MAPS, "elementwise_product"),
-        mixers=("linear_attention",), norms=("norm", "norm"),
+        mixers=("linear_attention",), norm={"norm": "o_norm"},
     ),
     family(
         "hgrn2", "HGRN2ForCausalLM",
@@ -289,10 +262,12 @@ FAMILIES = (
         convolved(False),
         # The norm of the output has its own eps, whatever norm_eps says.
         options.fixed({"output_gate": False, "output_norm_eps": 1e-5}, {"use_lower_bound": True}),
-        names={"k_proj": "f_proj", "v_proj": "i_proj", "k_conv": "f_conv", "v_conv": "i_conv"},
-        norms=("g_norm", "g_norm"),
+        renamed={"k_proj": "f_proj", "v_proj": "i_proj", "k_conv": "f_conv", "v_conv": "i_conv"},
+        norm={"g_norm": "o_norm"},
         # The least decays of all layers lie together, as they do here.
-        model={"model.lower_bounds": Rows("blocks.0.mixer.bound_logits", form=last_joined)},
+        model={"model.lower_bounds": Rows(
+            "blocks.0.mixer.bound_logits", form=lambda shape: (shape[0], shape[1] * shape[2])
+        )},
         hybrid=False,
     ),
 )  # fmt: skip

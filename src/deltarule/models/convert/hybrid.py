@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert import options
-from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.options import Entry, Follows, Options, Table
-from deltarule.nn.state import MOST_LAYERS as MOST_LAYERS
+from deltarule.models.convert.options import Entry, Fields, Follows, Options, Table
+from deltarule.nn.state import MOST_LAYERS
 
 # Words of config.json, those of older ones among them, by ours.
 FULL_ATTENTION = ("full_attention", "attention")
@@ -23,35 +22,39 @@ def stream(
     eps: str = "rms_norm_eps", otherwise: float = 1e-6, num_layers: int | Follows | None = None
 ) -> Table:
     """Sizes of the stream and of attention; `eps` of the norms is `otherwise` if not given."""
+
+    def heads(config: ModelConfig) -> int:
+        # A model without attention has no use for their sizes.
+        return config.num_attention_heads or config.num_heads
+
     return (
         options.only({"hidden_act": ("silu", "swish"), "attention_bias": False}),
         DRAWN,
         *options.sizes(num_layers=num_layers),
-        options.integer("num_attention_heads", smallest=1, value=attention_heads),
+        options.integer("num_attention_heads", smallest=1, value=heads),
         options.integer(
             "num_key_value_heads", "num_kv_heads", lambda found: found["num_attention_heads"],
-            value=lambda config: config.num_kv_heads or attention_heads(config),
+            value=lambda config: config.num_kv_heads or heads(config),
         ),
         options.number(eps, "norm_eps", otherwise),
         options.tied(False),
     )  # fmt: skip
 
 
-def attention_heads(config: ModelConfig) -> int:
-    """Attention's heads; a model without attention has no use for their sizes."""
-    return config.num_attention_heads or config.num_heads
+def places(found: Options) -> range:
+    """The layers by their numbers, of which a damaged config.json may ask for any."""
+    return range(min(found["num_layers"], MOST_LAYERS))
 
 
-def words(given: object, known: dict[str, str], num_layers: int) -> tuple[str, ...]:
+def words(given: object, num_layers: int, recurrent: str, *others: str) -> tuple[str, ...]:
+    """The mixer of each layer, or one of the `others` in its place, from a list of words."""
+    known = dict.fromkeys(RECURRENT, recurrent) | dict.fromkeys(FULL_ATTENTION, "attention")
+    known |= {name: name for name in others}
     if not isinstance(given, list) or not all(isinstance(x, str) and x in known for x in given):
         raise ValueError(f"layer_types must be a list of {', '.join(known)}, got {given!r}")
     if len(given) != num_layers:
         raise ValueError(f"layer_types must name {num_layers} layers, got {len(given)}")
     return tuple(known[kind] for kind in given)
-
-
-def mixers(recurrent: str) -> dict[str, str]:
-    return dict.fromkeys(RECURRENT, recurrent) | dict.fromkeys(FULL_ATTENTION, "attention")
 
 
 def in_words(config: ModelConfig, recurrent: str) -> list[str]:
@@ -65,28 +68,12 @@ def layers(recurrent: str, is_full: Callable[[Fields], Callable[[int], bool]]) -
     """The mixer of each layer, from a list of words; where none is given, `is_full` says which."""
 
     def found(fields: Fields, before: Options) -> Options:
-        full, count = is_full(fields), before["num_layers"]
-        regular = [
-            (FULL_ATTENTION if full(i) else RECURRENT)[0] for i in range(min(count, MOST_LAYERS))
-        ]
+        full = is_full(fields)
+        regular = [(FULL_ATTENTION if full(i) else RECURRENT)[0] for i in places(before)]
         given = fields.take("layer_types", regular)
-        return {"layer_types": words(given, mixers(recurrent), count)}
+        return {"layer_types": words(given, before["num_layers"], recurrent)}
 
     return Entry(found, lambda config: {"layer_types": in_words(config, recurrent)})
-
-
-def last_of_several(fields: Fields) -> Callable[[int], bool]:
-    """Attention at the end of each so many layers."""
-    every = fields.integer("full_attention_interval", 4, smallest=1)
-    return lambda i: (i + 1) % every == 0
-
-
-# Gated DeltaNet's layers and their sizes; after the stream.
-GATED_DELTANET = (
-    layers("gated_deltanet", last_of_several),
-    options.integer("linear_conv_kernel_dim", "conv_size", 4, smallest=1),
-    options.fixed({"output_gate": True}, {"hidden_act": "silu"}),
-)
 
 
 def read_rope(fields: Fields, share: float) -> Options:

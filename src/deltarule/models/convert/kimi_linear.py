@@ -3,15 +3,11 @@
 from deltarule.models.block import mlp_kinds
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert import hybrid, names, options
-from deltarule.models.convert.family import Family
-from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.options import Entry, Options
-from deltarule.models.convert.piece import Shape, flat
+from deltarule.models.convert.options import Entry, Family, Fields, Options
 
 
 def read_linear(fields: Fields, found: Options) -> Options:
     """Sizes of KDA, and which layer is which, counted from 1; in an object of their own or not."""
-    layers = range(min(found["num_layers"], hybrid.MOST_LAYERS))
     inside = fields.inside("linear_attn_config")
     heads = inside.integer("num_heads", fields.integer("linear_num_heads", 32))
     size = inside.integer("head_dim", fields.integer("linear_head_dim", 128))
@@ -22,32 +18,16 @@ def read_linear(fields: Fields, found: Options) -> Options:
     inside.only("use_full_rank_gate", False)
     inside.drop("kda_layers")
     inside.done()
-    regular = [(hybrid.FULL_ATTENTION if i + 1 in full else hybrid.RECURRENT)[0] for i in layers]
-    kinds = hybrid.words(fields.take("layer_types", regular), hybrid.mixers("kda"), len(layers))
-    sizes = {"num_heads": heads, "head_k_dim": size, "head_v_dim": size, "conv_size": taps}
-    return sizes | {"layer_types": kinds, "gate_lower_bound": bound}
-
-
-def write_linear(config: ModelConfig) -> Options:
-    return {
-        "layer_types": hybrid.in_words(config, "kda"),
-        "linear_num_heads": config.num_heads,
-        "linear_head_dim": config.head_k_dim,
-        "linear_conv_kernel_dim": config.conv_size,
-    }
+    layers = hybrid.layers("kda", lambda _: lambda i: i + 1 in full)
+    sizes: Options = {"num_heads": heads, "head_k_dim": size, "head_v_dim": size, "conv_size": taps}
+    sizes |= layers.read(fields, found) or {}
+    return sizes | {"gate_lower_bound": bound}
 
 
 def read_halves(fields: Fields, found: Options) -> Options:
     dense = fields.integer("first_k_dense_replace", 1)
-    layers = range(min(found["num_layers"], hybrid.MOST_LAYERS))
-    regular = ["dense" if i < dense else "sparse" for i in layers]
+    regular = ["dense" if i < dense else "sparse" for i in hybrid.places(found)]
     return {"mlp_layer_types": tuple(fields.listed("mlp_layer_types", []) or regular)}
-
-
-def read_shared(fields: Fields, found: Options) -> Options:
-    """Experts for every token, which are one of their width here."""
-    inner = found["moe_intermediate_size"]
-    return {"shared_expert_intermediate_size": inner * fields.integer("num_shared_experts", 1)}
 
 
 def write_shared(config: ModelConfig) -> Options:
@@ -63,13 +43,20 @@ ROUTED = (
     options.integer(
         "moe_intermediate_size", value=lambda config: config.moe_intermediate_size or 1
     ),
-    Entry(read_shared, write_shared),
+    # Experts for every token are one of their width here.
+    Entry(
+        lambda fields, found: {
+            "shared_expert_intermediate_size":
+            found["moe_intermediate_size"] * fields.integer("num_shared_experts", 1),
+        },
+        write_shared,
+    ),
     options.fixed({"scoring_func": "sigmoid"}),
     options.flag("moe_renormalize", "norm_topk_prob", True),
     options.integer("num_expert_group", "n_group", 1),
     options.integer("topk_group", default=1),
     options.number("routed_scaling_factor", "routed_scaling_factor", 1.0),
-)
+)  # fmt: skip
 OPTIONS = (
     # Names of transformers, and those of the released files, which it reads, too.
     options.older({
@@ -87,7 +74,10 @@ OPTIONS = (
         "head_dim", "model_max_length", "num_nextn_predict_layers", "pretraining_tp",
         "qk_head_dim", "rope_parameters", "rope_scaling", "rope_theta", "use_grouped_topk",
     ),
-    Entry(read_linear, write_linear),
+    Entry(read_linear, lambda config: {
+        "layer_types": hybrid.in_words(config, "kda"), "linear_num_heads": config.num_heads,
+        "linear_head_dim": config.head_k_dim, "linear_conv_kernel_dim": config.conv_size,
+    }),
     Entry(read_halves, lambda config: {"mlp_layer_types": list(mlp_kinds(config))}),
     options.where(lambda found: "sparse" in found["mlp_layer_types"], ROUTED, always=True),
     options.integer("kv_lora_rank"),
@@ -101,16 +91,12 @@ OPTIONS = (
     }),
 )  # fmt: skip
 
-
-def in_the_middle(shape: Shape) -> Shape:
-    return 1, 1, shape[0], 1
-
-
 KDA = {
     **names.same("q_proj", "k_proj", "v_proj", "b_proj", "o_proj", "o_norm"),
     **names.CONVOLUTIONS,
     "f_a_proj": "a_proj.0", "f_b_proj": "a_proj.1", "g_a_proj": "g_proj.0", "g_b_proj": "g_proj.1",
-    "A_log": names.Rows("A_log", form=in_the_middle), "dt_bias": names.Rows("dt_bias", form=flat),
+    "A_log": names.Rows("A_log", form=lambda shape: (1, 1, shape[0], 1)),
+    "dt_bias": names.Rows("dt_bias", form=names.flat),
 }  # fmt: skip
 LATENT = {
     "kv_a_proj_with_mqa": "kv_a_proj",

@@ -6,11 +6,9 @@ Jamba mixes in attention without positions and experts, in layers a fixed distan
 from deltarule.models.block import mlp_kinds
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert import names, options
-from deltarule.models.convert.family import Family
-from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.hybrid import MOST_LAYERS, in_words, stream
-from deltarule.models.convert.options import Entry, Options, Table
-from deltarule.models.convert.piece import Shape, flat
+from deltarule.models.convert.hybrid import in_words, places, stream
+from deltarule.models.convert.names import flat
+from deltarule.models.convert.options import Entry, Family, Fields, Options, Table
 
 # How parameters were drawn, and what changes no more than rounding.
 DRAWN = options.silent(
@@ -32,21 +30,17 @@ def mamba(state: str, taps: str, expand: str, rank: str, bias: str) -> Table:
             "time_step_rank": -(-hidden // 16) if through == "auto" else through,
         }
 
-    def write_inside(config: ModelConfig) -> Options:
-        hidden = config.hidden_size
-        return {
-            expand: (config.head_v_dim or 0) // hidden,
-            rank: config.time_step_rank or -(-hidden // 16),
-        }
-
     return (
         DRAWN,
         options.integer(state, "head_k_dim", 16),
         options.integer(taps, "conv_size", 4, smallest=1),
-        Entry(read_inside, write_inside),
+        Entry(read_inside, lambda config: {
+            expand: (config.head_v_dim or 0) // config.hidden_size,
+            rank: config.time_step_rank or -(-config.hidden_size // 16),
+        }),
         options.flag(bias, "conv_bias", True),
         options.fixed({"num_heads": 1, "output_gate": True}),
-    )
+    )  # fmt: skip
 
 
 def check_inner(config: ModelConfig) -> None:
@@ -73,7 +67,7 @@ FALCON_MAMBA = (
 
 def read_periods(fields: Fields, found: Options) -> Options:
     """Which layers of Jamba have attention and which have experts."""
-    layers = range(min(found["num_layers"], MOST_LAYERS))
+    layers = places(found)
     attention, sparse = (
         (fields.integer(f"{x}_layer_period", n, smallest=1), fields.integer(f"{x}_layer_offset", m))
         for x, n, m in (("attn", 8, 4), ("expert", 2, 1))
@@ -115,16 +109,12 @@ JAMBA = (
 )
 
 
-def without_first(shape: Shape) -> Shape:
-    return shape[1:]
-
-
 def mixer(last: int) -> names.Names:
     """Mamba; the last map of the step size comes third where a norm is before it."""
     return {
         "in_proj": "v_proj g_proj", "conv1d": "v_conv", "x_proj": "a_proj.0 k_proj q_proj",
         "dt_proj": f"a_proj.{last}", "dt_proj.bias": names.Rows("dt_bias", form=flat),
-        "out_proj": "o_proj", "A_log": names.Rows("A_log", form=without_first),
+        "out_proj": "o_proj", "A_log": names.Rows("A_log", form=lambda shape: shape[1:]),
         "D": names.Rows("D", form=flat),
         "b_layernorm": "k_norm", "c_layernorm": "q_norm",
         **({} if last == 1 else {"dt_layernorm": "a_proj.1"}),

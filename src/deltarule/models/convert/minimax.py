@@ -1,14 +1,19 @@
 """MiniMax-01: Lightning Attention and attention, each layer with experts, in blocks of DeepNorm."""
 
 from deltarule.models.config import ModelConfig
-from deltarule.models.convert.family import Family
-from deltarule.models.convert.fields import Fields
 from deltarule.models.convert.hybrid import layers, rope, stream
 from deltarule.models.convert.names import ATTENTION, NORMS, Experts, Names, Rows, Tensors, under
-from deltarule.models.convert.options import Entry, Options, fixed, integer, only, silent
+from deltarule.models.convert.options import (
+    Entry,
+    Family,
+    Fields,
+    Options,
+    fixed,
+    integer,
+    only,
+    silent,
+)
 
-# Of the norm of all heads together, whatever rms_norm_eps is.
-OUTPUT_NORM_EPS = 1e-6
 BRANCHES = ("full_attn", "linear_attn", "mlp")
 
 
@@ -23,7 +28,8 @@ def read_heads(fields: Fields, found: Options) -> Options:
         raise ValueError(f"num_attention_heads must be a power of two for its slopes, got {heads}")
     size = fields.integer("head_dim", found["hidden_size"] // heads, smallest=1)
     sizes = dict.fromkeys(("head_k_dim", "head_v_dim", "attention_head_dim"), size)
-    return {"num_heads": heads, "output_norm_eps": OUTPUT_NORM_EPS / size, **sizes}
+    # The norm of all heads together has its own eps, whatever rms_norm_eps is.
+    return {"num_heads": heads, "output_norm_eps": 1e-6 / size, **sizes}
 
 
 def read_factors(fields: Fields, found: Options) -> Options:
@@ -61,26 +67,19 @@ OPTIONS = (
 )
 
 LIGHTNING: Names = {
-    "qkv_proj": Rows("q_proj k_proj v_proj", groups="num_heads"),
-    "output_gate": "g_proj",
-    "norm": "o_norm",
-    "out_proj": "o_proj",
-}
+    "qkv_proj": Rows("q_proj k_proj v_proj", groups="num_heads"), "output_gate": "g_proj",
+    "norm": "o_norm", "out_proj": "o_proj",
+}  # fmt: skip
 EXPERTS: Names = {"gate": "router", "experts.": Experts(("w1", "w3", "w2"))}
-TENSORS = Tensors(
-    layer={
+
+FAMILY = Family(
+    model_type="minimax", architecture="MiniMaxForCausalLM", options=OPTIONS,
+    # What follows from the number of heads and the place of a layer.
+    derived=("slope_rate", "query_decay", "key_decay", "diagonal_decay"),
+    tensors=Tensors(layer={
         "": NORMS,
         "lightning": under("self_attn.", LIGHTNING, "mixer."),
         "attention": ATTENTION,
         "sparse": under("block_sparse_moe.", EXPERTS, "mlp."),
-    }
-)
-
-FAMILY = Family(
-    model_type="minimax",
-    architecture="MiniMaxForCausalLM",
-    options=OPTIONS,
-    tensors=TENSORS,
-    # What follows from the number of heads and the place of a layer.
-    derived=("slope_rate", "query_decay", "key_decay", "diagonal_decay"),
-)
+    }),
+)  # fmt: skip

@@ -1,17 +1,94 @@
 """Tables of names: what a family calls the tensors of a model, and how it holds their rows.
 
+stored = [rows of part 1, rows of part 2, ...] for group 1, the same for group 2, ...
+
 A name may be that of a module: then it stands for the module's weight and its bias. What a model
 has no parameter for is passed over, so one table serves models of all options.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from deltarule.models.block import mlp_kinds
 from deltarule.models.config import ModelConfig
-from deltarule.models.convert.piece import Form, Has, Piece, Shapes, filters, plain
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+# Whether a folder that is read has a tensor of that name; no when one is written.
+Has = Callable[[str], bool]
+Form = Callable[[Shape], Shape]
+
+
+def filters(shape: Shape) -> Shape:
+    return shape[0], 1, *shape[1:]
+
+
+def flat(shape: Shape) -> Shape:
+    return (math.prod(shape),)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One stored tensor and the parameters whose rows it holds.
+
+    Args:
+        name: Of the stored tensor.
+        parts: Names of parameters, in the order of their rows.
+        groups: Into how many equal groups the rows of each part are cut; the stored rows are
+            group by group.
+        form: From the shape that the rows have here to the shape that is stored.
+        rows: The first and the last but one of the rows of the one part, its first two axes taken
+            as one, that are stored here. None: all.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    groups: int = 1
+    form: Form = lambda shape: shape
+    rows: tuple[int, int] | None = None
+
+    def shape(self, shapes: Shapes) -> Shape:
+        """Return the shape of the stored tensor, from those of the parameters."""
+        if self.rows is not None:
+            return self.form((self.rows[1] - self.rows[0], *shapes[self.parts[0]][2:]))
+        rows = sum(shapes[part][0] for part in self.parts)
+        return self.form((rows, *shapes[self.parts[0]][1:]))
+
+    def read(self, stored: Tensor, shapes: Shapes, found: dict[str, Tensor]) -> None:
+        """Put the parameters of the stored tensor among those found, each in its own memory."""
+        first = self.parts[0]
+        if self.rows is not None:
+            whole = found.setdefault(first, stored.new_empty(shapes[first]))
+            if whole.dtype != stored.dtype:
+                raise ValueError(
+                    f"tensor {self.name!r} is {stored.dtype}, but others of {first!r} are "
+                    f"{whole.dtype}: give them one dtype"
+                )
+            own = whole.flatten(0, 1)[slice(*self.rows)]
+            own.copy_(stored.reshape(own.shape))
+            return
+        if len(self.parts) == 1:
+            found[first] = stored.reshape(shapes[first])
+            return
+        rows = [shapes[part][0] // self.groups for part in self.parts]
+        grouped = stored.reshape(self.groups, sum(rows), -1).split(rows, dim=1)
+        for part, x in zip(self.parts, grouped, strict=True):
+            found[part] = x.reshape(shapes[part]).clone()
+
+    def write(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Put the parameters, in the order of `parts`, into one tensor."""
+        if self.rows is not None:
+            own = tensors[0].flatten(0, 1)[slice(*self.rows)]
+            return own.reshape(self.form(tuple(own.shape)))
+        shapes = {part: tuple(x.shape) for part, x in zip(self.parts, tensors, strict=True)}
+        grouped = [x.reshape(self.groups, len(x) // self.groups, -1) for x in tensors]
+        joined = grouped[0] if len(grouped) == 1 else torch.cat(grouped, dim=1)
+        return joined.reshape(self.shape(shapes))
 
 
 @dataclass(frozen=True)
@@ -46,7 +123,6 @@ class Experts:
 
     apart: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     together: tuple[str, str] = ("gate_up_proj", "down_proj")
-
     ours: str = ""
 
     def names(self, theirs: str, count: int, has: Has) -> "Names":
@@ -135,17 +211,17 @@ class Tensors:
         return found
 
 
+def side_by_side(names: Names, part: str) -> Names:
+    """Names of a mixer that is one of several in a block."""
+    place = lambda own: own.replace("mixer.", f"mixer.{part}.", 1)  # noqa: E731
+    return {name: placed(own, place) for name, own in names.items()}
+
+
 def backbone(parts: Mapping[str, Names]) -> Tensors:
     """One part to a layer, named as Mamba's authors did."""
     layer = {part: under("mixer.", names, "mixer.") for part, names in parts.items()}
     layer[""] = {"norm": "mixer_norm"}
     return Tensors(root="backbone.", embedding="embeddings", norm="norm_f", layer=layer)
-
-
-def side_by_side(names: Names, part: str) -> Names:
-    """Names of a mixer that is one of several in a block."""
-    place = lambda own: own.replace("mixer.", f"mixer.{part}.", 1)  # noqa: E731
-    return {name: placed(own, place) for name, own in names.items()}
 
 
 class Model(NamedTuple):
@@ -175,11 +251,10 @@ class Model(NamedTuple):
             name, *others = (name + ending for name in names)
             name = next(filter(self.has, others), name)
             groups = 1 if rows.groups is None else getattr(self.config, rows.groups)
-            form = rows.form or (filters if parts[0].endswith("_conv.weight") else plain)
-            yield Piece(name, parts, groups, form, self.share(parts[0], rows.share))
-
-    def share(self, part: str, share: tuple[int, int] | None) -> tuple[int, int] | None:
-        if share is None:
-            return None
-        size = math.prod(self.shapes[part][:2]) // share[1]
-        return share[0] * size, (share[0] + 1) * size
+            form = rows.form or (filters if parts[0].endswith("_conv.weight") else Piece.form)
+            own = None
+            if rows.share is not None:
+                place, shares = rows.share
+                size = math.prod(self.shapes[parts[0]][:2]) // shares
+                own = place * size, (place + 1) * size
+            yield Piece(name, parts, groups, form, own)

@@ -1,37 +1,124 @@
-"""Tables of options: what config.json of a family says, and which option here says the same.
+"""What a config.json says, and which option here says the same: tables that go both ways.
 
-An entry of a table reads and writes; the factories below make one for each usual kind.
+Each option of a config.json is taken once, and none is passed over. An entry of a table reads and
+writes; the factories below make one for each usual kind.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from deltarule.models.config import ModelConfig
-from deltarule.models.convert.fields import Fields
+from deltarule.models.config_names import THEIRS
+from deltarule.models.convert.names import Tensors
+from deltarule.nearest import check_known
+from deltarule.nn.checks import check_integer, is_number
+
+# What transformers and training code write for themselves; none changes what a model computes.
+_SILENT = frozenset({
+    *THEIRS, "_attn_implementation", "_name_or_path", "attn_mode", "auto_map", "chunk_size",
+    "elementwise_affine", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm",
+    "fuse_swiglu", "initializer_range", "max_position_embeddings", "model_type", "use_l2warp",
+})  # fmt: skip
+
+
+class Fields:
+    """Options of a config.json by name, taken one after another."""
+
+    def __init__(self, stored: Mapping[str, Any]) -> None:
+        self.left = {name: value for name, value in stored.items() if name not in _SILENT}
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Return an option of any type; None and an absent one are the default."""
+        value = self.left.pop(name, None)
+        return default if value is None else value
+
+    def has(self, name: str) -> bool:
+        return self.left.get(name) is not None
+
+    def integer(self, name: str, default: int | None = None, smallest: int = 0) -> int:
+        """Return an integer; without a default it is required."""
+        value = self._required(name, default)
+        check_integer(name, value, smallest)
+        return value
+
+    def factor(self, name: str) -> float:
+        """Return a number above 0; absent, it is 1."""
+        if (value := self.number(name, 1.0)) <= 0:
+            raise ValueError(f"{name} must be above 0, got {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a finite number; without a default it is required."""
+        value = self._required(name, default)
+        if not is_number(value):
+            raise ValueError(f"{name} must be a finite number, got {value!r}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.take(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+        return value
+
+    def inside(self, name: str) -> "Fields":
+        value = self.take(name, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} must be an object, got {value!r}")
+        return Fields(value)
+
+    def listed(self, name: str, default: list[Any]) -> list[Any]:
+        """Return a list of integers, numbers or words; one of the length of the default, if any."""
+        value = self.take(name, default)
+        if not isinstance(value, list) or (default and len(value) != len(default)):
+            size = f" of {len(default)}" if default else ""
+            raise ValueError(f"{name} must be a list{size}, got {value!r}")
+        return value
+
+    def only(self, name: str, *known: object) -> None:
+        """Take an option of which only some values can be said here; absent, it is the first."""
+        value = self.left.pop(name, known[0])
+        if value not in known:
+            raise ValueError(
+                f"{name} must be {' or '.join(map(repr, known))}, got {value!r}: "
+                "no option of CausalLM says that"
+            )
+
+    def drop(self, *names: str) -> None:
+        """Pass over options that change nothing of what the model computes."""
+        for name in names:
+            self.left.pop(name, None)
+
+    def done(self) -> None:
+        if self.left:
+            names = ", ".join(map(repr, sorted(self.left)))
+            raise ValueError(f"unknown option {names}: what it asks for may change the model")
+
+    def _required(self, name: str, default: object) -> Any:
+        value = self.take(name, default)
+        if value is None:
+            raise ValueError(f"missing key {name!r}")
+        return value
+
 
 # Options of `ModelConfig`, or of a config.json.
 Options = dict[str, Any]
-Written = Callable[[ModelConfig], Options]
 Value = Callable[[ModelConfig], Any]
 # Beside a value: one that follows from the options here that are found before it.
 Follows = Callable[[Options], Any]
-
-
-def nothing(config: ModelConfig) -> Options:
-    return {}
 
 
 @dataclass(frozen=True)
 class Entry:
     """Options that say the same in config.json and here.
 
-    `read` makes further options of config.json and of those that the entries before have found;
-    `write` goes back from a configuration with every option written out.
+    `read` makes further options, if any, of config.json and of those that the entries before have
+    found; `write` goes back from a configuration with every option written out.
     """
 
-    read: Callable[[Fields, Options], Options]
-    write: Written = nothing
+    read: Callable[[Fields, Options], Options | None]
+    write: Callable[[ModelConfig], Options] = lambda config: {}
 
 
 Table = tuple[Entry, ...]
@@ -40,7 +127,7 @@ Table = tuple[Entry, ...]
 def read(table: Iterable[Entry], fields: Fields) -> Options:
     found: Options = {}
     for entry in table:
-        found |= entry.read(fields, found)
+        found |= entry.read(fields, found) or {}
     return found
 
 
@@ -50,12 +137,16 @@ def write(table: Iterable[Entry], config: ModelConfig) -> Options:
 
 
 def option(
-    theirs: str, ours: str, take: Callable[[Fields, Any], Any], default: Any, value: Value | None
+    theirs: str,
+    ours: str,
+    take: Callable[[Fields, str, Any], Any],
+    default: Any = None,
+    value: Value | None = None,
 ) -> Entry:
     """One option there and one here; `value` is what is written, where it is not that one here."""
 
     def found(fields: Fields, before: Options) -> Options:
-        return {ours: take(fields, default(before) if callable(default) else default)}
+        return {ours: take(fields, theirs, default(before) if callable(default) else default)}
 
     return Entry(found, lambda c: {theirs: getattr(c, ours) if value is None else value(c)})
 
@@ -69,64 +160,58 @@ def integer(
     value: Value | None = None,
 ) -> Entry:
     """An integer, by the same name if only one is given; without a default it is required."""
-
-    def take(fields: Fields, default: int | None) -> int:
-        return fields.integer(theirs, default, smallest)
-
+    take = partial(Fields.integer, smallest=smallest)
     return option(theirs, ours or theirs, take, default, value)
 
 
 def number(theirs: str, ours: str, default: float | None = None) -> Entry:
     """A number; without a default it is required."""
-    return option(theirs, ours, lambda fields, x: fields.number(theirs, x), default, None)
+    return option(theirs, ours, Fields.number, default)
 
 
 def factor(name: str, value: Value | None = None) -> Entry:
-    return option(name, name, lambda fields, _: fields.factor(name), None, value)
+    return option(name, name, lambda fields, name, _: fields.factor(name), value=value)
 
 
 def flag(theirs: str, ours: str, default: bool) -> Entry:
-    return option(theirs, ours, lambda fields, x: fields.flag(theirs, x), default, None)
+    return option(theirs, ours, Fields.flag, default)
 
 
 def word(theirs: str, words: Mapping[str, Any], default: str, ours: str | None = None) -> Entry:
     """One of their words, by which ours go."""
 
-    def take(fields: Fields, default: str) -> Any:
-        return words[fields.word(theirs, default, words)]
+    def take(fields: Fields, theirs: str, default: str) -> Any:
+        check_known(theirs, given := fields.take(theirs, default), words)
+        return words[given]
 
     back = {own: given for given, own in words.items()}
     name = ours or theirs
     return option(theirs, name, take, default, lambda config: back.get(getattr(config, name)))
 
 
-def passing(take: Callable[[Fields], None]) -> Entry:
-    """Options that become none here."""
-
-    def found(fields: Fields, before: Options) -> Options:
-        take(fields)
-        return {}
-
-    return Entry(found)
-
-
 def only(values: Mapping[str, object]) -> Entry:
     """Options of which only some values can be said here: one, or those of a tuple."""
 
-    def take(fields: Fields) -> None:
+    def take(fields: Fields, before: Options) -> None:
         for name, known in values.items():
             fields.only(name, *(known if isinstance(known, tuple) else (known,)))
 
-    return passing(take)
+    return Entry(take)
 
 
 def silent(*names: str) -> Entry:
-    return passing(lambda fields: fields.drop(*names))
+    return Entry(lambda fields, before: fields.drop(*names))
 
 
 def older(names: Mapping[str, str]) -> Entry:
     """Older names of options that follow, by which the newer ones go."""
-    return passing(lambda fields: fields.rename(names))
+
+    def take(fields: Fields, before: Options) -> None:
+        for old, new in names.items():
+            if old in fields.left:
+                fields.left.setdefault(new, fields.left.pop(old))
+
+    return Entry(take)
 
 
 def fixed(here: Options | None = None, there: Options | None = None) -> Entry:
@@ -136,16 +221,10 @@ def fixed(here: Options | None = None, there: Options | None = None) -> Entry:
 
 def where(test: Callable[[Options], bool], table: Table, *, always: bool = False) -> Entry:
     """A table that counts only where the options here say so; `always`: it is written anyway."""
-
-    def found(fields: Fields, before: Options) -> Options:
-        own = read(table, fields)
-        return own if test(before) else {}
-
-    return Entry(found, lambda c: write(table, c) if always or test(vars(c)) else {})
-
-
-# Unless they are known, no token is special.
-NO_TOKENS = fixed(there={"pad_token_id": None, "bos_token_id": None, "eos_token_id": None})
+    return Entry(
+        lambda fields, before: own if (own := read(table, fields)) and test(before) else {},
+        lambda config: write(table, config) if always or test(vars(config)) else {},
+    )
 
 
 def sizes(
@@ -157,7 +236,8 @@ def sizes(
         integer("vocab_size", default=vocab_size),
         integer("hidden_size", default=hidden_size, smallest=1),
         integer("num_hidden_layers", "num_layers", num_layers),
-        NO_TOKENS,
+        # Unless they are known, no token is special.
+        fixed(there={"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}),
     )
 
 
@@ -171,3 +251,43 @@ def negative(theirs: str, otherwise: bool) -> Entry:
         lambda fields, before: {"beta_max": 2.0 if fields.flag(theirs, otherwise) else 1.0},
         lambda config: {theirs: config.beta_max == 2},
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What config.json and the tensors of a family are called, and what they are here.
+
+    Args:
+        model_type: In config.json.
+        architecture: The class that reads it elsewhere, for config.json.
+        options: What config.json says, entry by entry.
+        tensors: What the tensors are called.
+        aliases: Further values of model_type that are read.
+        ignored: How names of tensors begin that belong to no language model.
+        derived: How names of tensors end that follow from config.json; none is written.
+        unwritten: Options that are read, and that what reads them elsewhere does not want.
+        check: Refuses, with a ValueError, configurations that the options alone cannot say.
+    """
+
+    model_type: str
+    architecture: str
+    options: Table
+    tensors: Tensors
+    aliases: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
+    check: Callable[[ModelConfig], None] = lambda config: None
+
+    def config(self, stored: Mapping[str, Any]) -> ModelConfig:
+        fields = Fields(stored)
+        config = ModelConfig(**read(self.options, fields))
+        fields.done()
+        return config
+
+    def fields(self, config: ModelConfig) -> dict[str, Any]:
+        """Return what config.json holds for a configuration with every option written out."""
+        head = {"model_type": self.model_type, "architectures": [self.architecture]}
+        said = head | write(self.options, config)
+        self.check(config)
+        return {name: value for name, value in said.items() if name not in self.unwritten}

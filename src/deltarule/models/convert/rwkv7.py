@@ -5,13 +5,11 @@ RWKV-7 and its feed-forward half, which looks back a token, each behind a norm o
 
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert import options
-from deltarule.models.convert.family import Family
-from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.names import Rows, Tensors, same, under
-from deltarule.models.convert.options import Entry, Options
-from deltarule.models.convert.piece import Shape, flat
+from deltarule.models.convert.names import Rows, Tensors, flat, same, under
+from deltarule.models.convert.options import Entry, Family, Fields, Options
 from deltarule.nn.token_shift import GROUP_NORM_EPS
 
+# Channels that decay, erase, value and gate come through.
 RANKS = ("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim")
 
 
@@ -30,25 +28,11 @@ def read_heads(fields: Fields, found: Options) -> Options:
     return {"num_heads": hidden // size, "head_v_dim": values[0] // (hidden // size)}
 
 
-def write_heads(config: ModelConfig) -> Options:
-    values = config.num_heads * (config.head_v_dim or 0)
-    return {"num_heads": config.num_heads, "value_dim": [values] * (config.num_layers // 2)}
-
-
 def read_blocks(fields: Fields, found: Options) -> Options:
     """Two blocks for each layer, and the width of the feed-forward half."""
     wide = found["hidden_size"] * fields.number("hidden_ratio", 4)
     inner = fields.integer("intermediate_size", 32 * -(-int(wide) // 32), smallest=1)
     return {"num_layers": 2 * found["num_layers"], "mlp_size": inner}
-
-
-def write_blocks(config: ModelConfig) -> Options:
-    return {"num_hidden_layers": config.num_layers // 2, "intermediate_size": config.mlp_size}
-
-
-def read_ranks(fields: Fields, found: Options) -> Options:
-    """Channels that decay, erase, value and gate come through."""
-    return {"low_rank_dims": tuple(fields.integer(name) for name in RANKS)}
 
 
 def write_ranks(config: ModelConfig) -> Options:
@@ -62,9 +46,17 @@ OPTIONS = (
     *options.sizes(vocab_size=32000, hidden_size=2048, num_layers=24),
     options.integer("head_dim", "head_k_dim", 64, smallest=1),
     options.number("norm_eps", "norm_eps", 1e-5),
-    Entry(read_heads, write_heads),
-    Entry(read_blocks, write_blocks),
-    Entry(read_ranks, write_ranks),
+    Entry(read_heads, lambda config: {
+        "num_heads": config.num_heads,
+        "value_dim": [config.num_heads * (config.head_v_dim or 0)] * (config.num_layers // 2),
+    }),
+    Entry(read_blocks, lambda config: {
+        "num_hidden_layers": config.num_layers // 2, "intermediate_size": config.mlp_size,
+    }),
+    Entry(
+        lambda fields, found: {"low_rank_dims": tuple(fields.integer(name) for name in RANKS)},
+        write_ranks,
+    ),
     options.flag("norm_first", "embedding_norm", True),
     options.tied(False),
     options.fixed(
@@ -76,15 +68,13 @@ OPTIONS = (
     ),
 )  # fmt: skip
 
-
-def one_token(shape: Shape) -> Shape:
-    return 1, 1, *shape
-
-
 # Letters of low-rank maps, of which the last comes third where an activation is before it.
 MAPS = {"w": ("a_proj", 2), "a": ("erase_proj", 1), "v": ("value_proj", 1), "g": ("g_proj", 2)}
 ATTENTION = {
-    **{f"x_{x}": Rows("shift_mix", form=one_token, share=(i, 6)) for i, x in enumerate("rwkvag")},
+    **{
+        f"x_{letter}": Rows("shift_mix", form=lambda shape: (1, 1, *shape), share=(i, 6))
+        for i, letter in enumerate("rwkvag")
+    },
     **{f"{letter}_lora.lora.0": f"{name}.0" for letter, (name, _) in MAPS.items()},
     **{f"{letter}_lora.lora.2": f"{name}.{last}" for letter, (name, last) in MAPS.items()},
     "w_lora.lora.2.bias": Rows("decay_bias", form=flat),

@@ -2,28 +2,24 @@
 
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert import options
-from deltarule.models.convert.family import Family
-from deltarule.models.convert.fields import Fields
 from deltarule.models.convert.names import Tensors, under
-from deltarule.models.convert.options import Entry, Options
+from deltarule.models.convert.options import Entry, Family, Fields, Options
 from deltarule.nn.mlstm import EPS, SOFT_CAP
 
-MULTIPLE = 64
+
+def rounded(size: float, multiple: int) -> int:
+    return int((size + multiple - 1) // multiple * multiple)
 
 
 def read_factors(fields: Fields, found: Options) -> Options:
     hidden = found["hidden_size"]
     qk, v = (
-        rounded(hidden * fields.number(name, otherwise), MULTIPLE) // found["num_heads"]
+        rounded(hidden * fields.number(name, otherwise), 64) // found["num_heads"]
         for name, otherwise in (("qk_dim_factor", 0.5), ("v_dim_factor", 1.0))
     )
     multiple = fields.integer("ffn_round_up_to_multiple_of", 64, smallest=1)
     inner = rounded(hidden * fields.number("ffn_proj_factor", 2.667), multiple)
     return {"head_k_dim": qk, "head_v_dim": v, "mlp_size": inner}
-
-
-def rounded(size: float, multiple: int) -> int:
-    return int((size + multiple - 1) // multiple * multiple)
 
 
 def write_factors(config: ModelConfig) -> Options:
