@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltarule.models.config_names import MODEL_TYPE
+from deltarule.models.config import MODEL_TYPE
 from deltarule.models.convert.copy import convert
 from deltarule.train.progress import make_progress
 from deltarule.train.run_folder import RUN, line_that_resumes

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from deltarule.models import CausalLM, CheckpointError
-from deltarule.models.config_names import RENAMED
+from deltarule.models.config import RENAMED
 from deltarule.models.files import CONFIG, INDEX, WEIGHTS
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from deltarule.models.generate import generate
-from deltarule.models.sampling import kept
+from deltarule.models.sampling import Sampling, kept
 from deltarule.nn import ModelState
 
 LOGITS = torch.tensor([[0.1, 2.0, -1.0, 1.5, 0.1, -3.0], [0.0, 0.0, 5.0, 0.0, 1.0, 2.0]])
@@ -24,7 +24,7 @@ def allowed(temperature, top_k, top_p, row):
 @pytest.mark.parametrize("top_k", [None, 1, 3, 100])
 @pytest.mark.parametrize("top_p", [None, 1e-9, 0.3, 0.9, 1.0])
 def test_the_kept_set_is_that_of_the_definition(temperature, top_k, top_p):
-    got = kept(LOGITS, temperature=temperature, top_k=top_k, top_p=top_p)
+    got = kept(LOGITS, Sampling(temperature, top_k, top_p))
     for row in range(2):
         expected, _ = allowed(temperature, top_k, top_p, row)
         assert got.order[row, : int(got.size[row])].tolist() == expected
@@ -34,7 +34,7 @@ def test_the_kept_set_is_that_of_the_definition(temperature, top_k, top_p):
 @pytest.mark.parametrize("min_p", [1e-9, 0.05, 0.4, 1.0])
 @pytest.mark.parametrize("top_p", [None, 0.9])
 def test_min_p_is_a_share_of_the_likeliest(temperature, min_p, top_p):
-    got = kept(LOGITS, temperature=temperature, top_p=top_p, min_p=min_p)
+    got = kept(LOGITS, Sampling(temperature, None, top_p, min_p))
     for row in range(2):
         tokens, p = allowed(temperature, None, top_p, row)
         expected = [t for t, share in zip(tokens, p, strict=True) if share >= min_p * p[0]]

@@ -6,7 +6,7 @@ from typing import Any, Self
 from transformers import PreTrainedConfig
 
 from deltarule.models import ModelConfig
-from deltarule.models.config_names import MODEL_TYPE, RENAMED
+from deltarule.models.config import MODEL_TYPE, RENAMED
 
 # Each option of ours, by its name in config.json.
 _FIELDS = {RENAMED.get(field.name, field.name): field for field in dataclasses.fields(ModelConfig)}

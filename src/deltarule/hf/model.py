@@ -13,7 +13,7 @@ from deltarule.hf.configuration import DeltaruleConfig
 from deltarule.hf.hooks import find_documents
 from deltarule.hf.recurrence import AFRESH
 from deltarule.models import CausalLM, CheckpointError
-from deltarule.models.config_names import MODEL_TYPE
+from deltarule.models.config import MODEL_TYPE
 from deltarule.nn import MIXERS
 
 

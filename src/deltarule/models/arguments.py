@@ -1,12 +1,28 @@
-"""What a language model refuses, whatever its layers."""
+"""What a language model and its generation refuse, whatever its layers, and what rows come to."""
+
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from deltarule.models.bytes import BEGIN, VOCAB_SIZE
+from deltarule.models.sampling import DAMAGED, Sampling
 from deltarule.nn import ModelState
+from deltarule.nn.checks import check_integer
 from deltarule.ops.checks import check_axes, check_dense, readable
 from deltarule.ops.context import Context, check_context
+from deltarule.ops.few_tokens import MAX_TOKENS
 from deltarule.ops.pack import check_cu_seqlens
+
+if TYPE_CHECKING:
+    from deltarule.models.causal_lm import CausalLM
+
+Prompt = Sequence[int] | Tensor
+Stop = int | Sequence[int]
 
 
 def check_inputs(
@@ -20,7 +36,18 @@ def check_inputs(
     num_layers: int,
     device: torch.device,
 ) -> None:
-    _check_tokens(tokens, vocab_size, device)
+    check_axes("tokens", tokens, "[B, T]", 2)
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"tokens must be an int64 or int32 tensor, got {tokens.dtype}")
+    if tokens.device != device:
+        raise ValueError(f"tokens are on {tokens.device}, but the model is on {device}")
+    # Elsewhere than on the CPU, reading the values would wait for the device.
+    if tokens.numel() and readable(tokens):
+        smallest, largest = (int(end) for end in tokens.aminmax())
+        if smallest < 0 or largest >= vocab_size:
+            raise ValueError(
+                f"tokens must lie in [0, vocab_size={vocab_size}), got {smallest} to {largest}"
+            )
     if context is not None:
         check_context(context, tokens.shape[1], "tokens", cu_seqlens)
         cu_seqlens = context.cu_seqlens(tokens.device)
@@ -53,16 +80,129 @@ def check_state(state: ModelState, sequences: int, num_layers: int) -> None:
         )
 
 
-def _check_tokens(tokens: Tensor, vocab_size: int, device: torch.device) -> None:
-    check_axes("tokens", tokens, "[B, T]", 2)
-    if tokens.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"tokens must be an int64 or int32 tensor, got {tokens.dtype}")
-    if tokens.device != device:
-        raise ValueError(f"tokens are on {tokens.device}, but the model is on {device}")
-    # Elsewhere than on the CPU, reading the values would wait for the device.
-    if tokens.numel() and readable(tokens):
-        smallest, largest = (int(end) for end in tokens.aminmax())
-        if smallest < 0 or largest >= vocab_size:
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `generate` beside its prompts and their state."""
+
+    max_new_tokens: int
+    sampling: Sampling
+    stop: Sequence[Stop]
+    seed: int | None
+    cuda_graphs: bool
+    draft: int
+
+    @property
+    def stops(self) -> list[list[int]]:
+        return [
+            [stop] if isinstance(stop, int) else list(map(operator.index, stop))
+            for stop in self.stop
+        ]
+
+    def check(self, vocab_size: int) -> None:
+        """Refuse what cannot be meant, naming the argument."""
+        check_integer("max_new_tokens", self.max_new_tokens, smallest=0)
+        temperature, top_k, *shares, penalty = self.sampling
+        warm = isinstance(temperature, float | int) and math.isfinite(temperature)
+        if not warm or temperature < 0:
+            raise ValueError(f"temperature must be a finite number of 0 or more, got {temperature}")
+        if top_k is not None:
+            check_integer("top_k", top_k, smallest=1)
+        for name, share in zip(("top_p", "min_p"), shares, strict=True):
+            if share is not None and not 0 < share <= 1:
+                raise ValueError(f"{name} must lie in (0, 1], got {share}")
+        if not 1e-30 <= penalty <= 1e30:
+            raise ValueError(f"repetition_penalty must be a number above 0, got {penalty}")
+        if penalty != 1 and self.draft:
             raise ValueError(
-                f"tokens must lie in [0, vocab_size={vocab_size}), got {smallest} to {largest}"
+                f"draft must be 0 with a repetition_penalty, got {self.draft}: a guess would count "
+                "as seen"
             )
+        if self.seed is not None:
+            check_integer("seed", self.seed, smallest=0)
+            if self.seed >= 2**63:
+                raise ValueError(f"seed must be below 2**63, got {self.seed}")
+        check_integer("draft", self.draft, smallest=0)
+        if self.draft >= MAX_TOKENS:
+            raise ValueError(f"draft must be below {MAX_TOKENS}, got {self.draft}")
+        if isinstance(self.stop, int | str | bytes):
+            raise ValueError(
+                f"stop must be a list of tokens or of token sequences, got {self.stop!r}"
+            )
+        try:
+            stops = self.stops
+        except TypeError:
+            what = f"tokens or sequences of tokens, got {self.stop!r}"
+            raise ValueError(f"stop must hold {what}") from None
+        for sequence in stops:
+            if not sequence:
+                raise ValueError("stop holds an empty sequence, which would end every row at once")
+            check_range("stop", sequence, vocab_size)
+
+
+def check_range(name: str, tokens: list[int], vocab_size: int) -> None:
+    if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise ValueError(f"{name} must hold tokens in [0, {vocab_size}), got {wrong[0]}")
+
+
+def check_prompts(
+    model: "CausalLM", prompts: Sequence[Prompt], state: ModelState | None
+) -> list[list[int]]:
+    """Return every prompt as a list of at least one token."""
+    if isinstance(prompts, str | bytes) or any(isinstance(text, str) for text in prompts):
+        raise ValueError(
+            "prompts must be a list of token lists, got text: deltarule.models.bytes.encode(text) "
+            "makes tokens"
+        )
+    rows, vocab_size = [], model.config.vocab_size
+    for index, prompt in enumerate(prompts):
+        name = f"prompts[{index}]"
+        if isinstance(prompt, Tensor):
+            if prompt.ndim != 1 or prompt.is_floating_point():
+                kind = f"{prompt.dtype} {list(prompt.shape)}"
+                raise ValueError(f"{name} must be integers [T], got {kind}")
+            prompt = prompt.tolist()
+        try:
+            row = list(map(operator.index, prompt))
+        except TypeError:
+            raise ValueError(f"{name} must be a list of tokens, got {prompt!r:.80}") from None
+        if not row and state is not None:
+            raise ValueError(
+                f"{name} is empty: after a given state each prompt needs at least one token, since "
+                "the state does not hold the prediction that follows it"
+            )
+        if not row and vocab_size != VOCAB_SIZE:
+            raise ValueError(
+                f"{name} is empty: only a model of byte tokens (vocab_size={VOCAB_SIZE}) has BEGIN "
+                f"to start from, and this one has vocab_size={vocab_size}"
+            )
+        check_range(name, row, vocab_size)
+        rows.append(row or [BEGIN])
+    if state is not None:
+        one_for_all = all(len(tensor) == 1 for layer in state for tensor in layer.values())
+        check_state(state, 1 if one_for_all else len(rows), model.config.num_layers)
+    return rows
+
+
+class Rows:
+    """What each row has added, and which rows go on."""
+
+    def __init__(self, count: int, options: Options) -> None:
+        self.stops, self.most = options.stops, options.max_new_tokens
+        self.added: list[list[int]] = [[] for _ in range(count)]
+        self.going = list(range(count))
+
+    def take(self, tokens: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int]]:
+        """Give a step's tokens of the rows that go on; those that are done with them leave."""
+        going = []
+        for row in self.going:
+            for token in tokens[row]:
+                if token < 0:
+                    raise ValueError(DAMAGED)
+                (added := self.added[row]).append(token)
+                yield row, token
+                stopped = any(added[-len(sequence) :] == sequence for sequence in self.stops)
+                if stopped or len(added) == self.most:
+                    break
+            else:
+                going.append(row)
+        self.going = going

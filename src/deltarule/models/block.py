@@ -74,7 +74,11 @@ class Block(nn.Module):
         if self.post_norm:
             x = x if branch is None else x + branch
             y, state = mix(x, state)
-            return *self._normed_after(x, y), state
+            y = self.mixer_norm(y)
+            if self.mlp is None or self.mlp_norm is None:
+                return x, y, state
+            x = x + y
+            return x, self.mlp_norm(scaled(self.mlp(x), self.mlp_multiplier)), state
         norm = self.mixer_norm
         x, normed = norm_of_sum(norm, x, branch)
         with recomputed((normed, partial(norm.forward, x))):
@@ -157,14 +161,6 @@ class Block(nn.Module):
         x, after = mixed
         return one_token.add_mlp(x, norm, mlp), None, after
 
-    def _normed_after(self, x: Hidden, y: Hidden) -> tuple[Hidden, Hidden]:
-        """Add what the mixer put out to the stream, and apply the MLP; both are normed after."""
-        y = self.mixer_norm(y)
-        if self.mlp is None or self.mlp_norm is None:
-            return x, y
-        x = x + y
-        return x, self.mlp_norm(scaled(self.mlp(x), self.mlp_multiplier))
-
 
 def make_part(config: ModelConfig, name: str, layer_index: int) -> nn.Module:
     if name == "mlp":
@@ -210,8 +206,8 @@ def scaled(x: Tensor, multiplier: float) -> Tensor:
 def taken(state: State, prefix: str) -> State:
     if not prefix:
         return state
-    kept = {name: tensor for name, tensor in state.items() if name.startswith(prefix)}
-    return type(state)({name.removeprefix(prefix): tensor for name, tensor in kept.items()})
+    kept = {n.removeprefix(prefix): x for n, x in state.items() if n.startswith(prefix)}
+    return type(state)(kept)
 
 
 def stream_norm(config: ModelConfig) -> RMSNorm | LayerNorm:

@@ -175,7 +175,8 @@ class CausalLM(nn.Module):
 
     def init_state(self, batch_size: int) -> ModelState:
         """Return the state before the first token, for batch_size rows."""
-        return ModelState(block.init_state(batch_size) for block in self._blocks())
+        blocks = [block for block in self.blocks if isinstance(block, Block)]
+        return ModelState(block.init_state(batch_size) for block in blocks)
 
     # Continue prompts, and one token by token; the model is their first argument.
     generate, stream = generation.generate, generation.stream
@@ -236,11 +237,6 @@ class CausalLM(nn.Module):
 
     def _recurrent_mixers(self) -> Iterator[DeltaMixer]:
         return (module for module in self.modules() if isinstance(module, DeltaMixer))
-
-    def _blocks(self) -> Iterator[Block]:
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            yield block
 
 
 @torch.no_grad()

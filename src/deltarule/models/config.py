@@ -7,12 +7,26 @@ from typing import Any, Literal
 
 from deltarule.json_file import parse_object
 from deltarule.models.config_checks import check_fields, check_used
-from deltarule.models.config_names import for_file, from_file
 from deltarule.models.patterns import expand_layer_types, expand_mlp_layer_types
 from deltarule.nearest import nearest
 from deltarule.nn.experts import Scores
 from deltarule.nn.mlp import HiddenActivation
 from deltarule.nn.rule import OutputNorm, QueryKeyNorm
+
+MODEL_TYPE = "deltarule"
+ARCHITECTURE = "DeltaruleForCausalLM"
+# One folder serves transformers, too, which reads some names from every configuration and gives
+# `layer_types` words of its own. Ours: theirs; `mixers` is a name of nobody's.
+RENAMED = {
+    "num_layers": "num_hidden_layers", "layer_types": "mixers",
+    "tie_embeddings": "tie_word_embeddings",
+}  # fmt: skip
+# What transformers writes beside a model's own options, for itself.
+THEIRS = (
+    "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
+    "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states", "pad_token_id",
+    "problem_type", "return_dict", "torch_dtype", "transformers_version", "use_cache",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +236,8 @@ class ModelConfig:
 
     def to_fields(self) -> dict[str, Any]:
         """Return what `to_json` writes, as an object."""
-        return for_file(dataclasses.asdict(self))
+        fields = {RENAMED.get(name, name): x for name, x in dataclasses.asdict(self).items()}
+        return {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE], **fields}
 
     @classmethod
     def from_json(cls, text: str) -> "ModelConfig":
@@ -244,7 +259,14 @@ class ModelConfig:
     @classmethod
     def from_fields(cls, stored: dict[str, Any]) -> "ModelConfig":
         """Do what `from_json` does, from a JSON object that is parsed already."""
-        fields = from_file(stored)
+        fields = {name: value for name, value in stored.items() if name not in THEIRS}
+        if (model_type := fields.pop("model_type", MODEL_TYPE)) != MODEL_TYPE:
+            raise ValueError(f"model_type must be {MODEL_TYPE!r}, got {model_type!r}")
+        for ours, theirs in RENAMED.items():
+            if theirs in fields and ours in fields:
+                raise ValueError(f"keys {ours!r} and {theirs!r} are one option: give one of them")
+            if theirs in fields:
+                fields[ours] = fields.pop(theirs)
         known = {field.name: field for field in dataclasses.fields(cls)}
         for key in fields:
             if key not in known:
@@ -252,8 +274,5 @@ class ModelConfig:
         required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
         if missing := [name for name in required if name not in fields]:
             raise ValueError(f"missing key {', '.join(map(repr, missing))}")
-        return cls(**{name: _frozen(value) for name, value in fields.items()})
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return cls(**fields | lists)

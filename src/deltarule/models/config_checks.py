@@ -75,7 +75,16 @@ def check_fields(config: Any) -> None:
         fits = isinstance(value, tuple) and len(value) == count
         if not fits or not all(map(checks.is_number, value)):
             raise ValueError(f"{name} must be a tuple of {count} numbers, got {value!r}")
-    _check_heads(config)
+    heads, values = config.num_heads, config.num_v_heads or config.num_heads
+    checks.check_multiple("num_v_heads", values, "num_heads", heads)
+    if values % config.n_groups:
+        raise ValueError(
+            f"n_groups must divide the {values} heads of Mamba-2 layers, got {config.n_groups}"
+        )
+    name = "num_heads" if config.num_attention_heads is None else "num_attention_heads"
+    queries = config.num_attention_heads or heads
+    if config.num_kv_heads is not None and queries % config.num_kv_heads:
+        raise ValueError(f"num_kv_heads must divide {name}={queries}, got {config.num_kv_heads}")
 
 
 @functools.cache
@@ -100,20 +109,6 @@ def _check_kind(name: str, value: Any, kind: Any, optional: bool) -> None:
     if kind is bool and not isinstance(value, bool):
         known = "True, False or None" if optional else "True or False"
         raise ValueError(f"{name} must be {known}, got {value!r}")
-
-
-def _check_heads(config: Any) -> None:
-    heads = config.num_heads
-    values = config.num_v_heads or heads
-    checks.check_multiple("num_v_heads", values, "num_heads", heads)
-    if values % config.n_groups:
-        raise ValueError(
-            f"n_groups must divide the {values} heads of Mamba-2 layers, got {config.n_groups}"
-        )
-    name = "num_heads" if config.num_attention_heads is None else "num_attention_heads"
-    queries = config.num_attention_heads or heads
-    if config.num_kv_heads is not None and queries % config.num_kv_heads:
-        raise ValueError(f"num_kv_heads must divide {name}={queries}, got {config.num_kv_heads}")
 
 
 # Options of some layers, and up to where they change nothing.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deltarule.models.block import Block
 from deltarule.models.prompts import Prompts, overwrite, row_count, shapes
-from deltarule.models.sampling import chosen
+from deltarule.models.sampling import Sampling, chosen
 from deltarule.nn import ModelState
 from deltarule.nn.state import DraftedState, LentState
 from deltarule.ops.dispatch import triton_missing
@@ -35,16 +35,6 @@ KEPT = 4
 READ = 8
 # Steps before the capture: kernels are compiled and libraries take their memory.
 WARM_UP = 2
-
-
-class Sampling(NamedTuple):
-    """How a token is drawn; see `deltarule.models.generate.generate`."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
 
 
 class Reading(NamedTuple):
@@ -89,7 +79,7 @@ class Decoder:
     def begin(self, model: "CausalLM", prompts: Prompts, room: int) -> None:
         """Begin behind prompts."""
         logits, state = prompts.read(model)
-        picks = chosen(logits, self.first[1], *self.sampling, self.seen)
+        picks = chosen(logits, self.first[1], self.sampling, self.seen)
         self.start(lend(model, state, room), picks)
 
     def read(
@@ -131,7 +121,7 @@ class Decoder:
         x, after = model.hidden(read, self.state)
         if self.seen is not None:
             self.seen.scatter_(1, read, True)
-        tokens = chosen(model.logits(x[:, -1]), self.draws, *self.sampling, self.seen)
+        tokens = chosen(model.logits(x[:, -1]), self.draws, self.sampling, self.seen)
         overwrite(self.state, after)
         self.tokens.copy_(tokens)
 
@@ -178,7 +168,7 @@ class DraftDecoder(Decoder):
         before = [DraftedState(layer) for layer in self.state]
         x, after = model.hidden(self.tokens, ModelState(before))
         logits = model.logits(x).flatten(0, 1)
-        picks = chosen(logits, self.draws.flatten(), *self.sampling).view_as(self.tokens)
+        picks = chosen(logits, self.draws.flatten(), self.sampling).view_as(self.tokens)
         fits = picks[:, :-1] == self.tokens[:, 1:]
         last = fits.long().cumprod(1).sum(1)
         self.accepted.copy_(last + 1)
@@ -272,7 +262,10 @@ def captured(
 
     held: Where the parameters are. tokens: How many may follow the prompts.
     """
-    kept, kind = _captured.setdefault(model, []), held_for(held, sampling, draft)
+    kept = _captured.setdefault(model, [])
+    # What a graph holds for: where the parameters lie, and how it was computed.
+    autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    kind = draft, held, tuple(sampling), autocast, torch.is_inference_mode_enabled()
     room = room_for(model, tokens)
     reading = prompts.kind, room
     found = take(kept, lambda other, _, known: other == kind and reading in known.readings)
@@ -282,10 +275,16 @@ def captured(
     else:
         with as_written(model):
             logits, state = prompts.read(model)
-        first, state = chosen(logits, draws, *sampling, seen), lend(model, state, room)
+        first, state = chosen(logits, draws, sampling, seen), lend(model, state, room)
         key = kind, shapes(state)
         found = take(kept, lambda *other: other[:2] == key)
-        decoder = new_decoder(model, state, sampling, draft) if found is None else found[1]
+        if found is not None:
+            decoder = found[1]
+        else:
+            own = ModelState(LentState(layer.clone()) for layer in state)
+            size = model.config.vocab_size
+            decoder = DraftDecoder(own, sampling, draft) if draft else Decoder(own, sampling, size)
+            decoder.capture(model)
         decoder.start(state, first, seen)
         decoder.note(prompts, room)
     try:
@@ -294,21 +293,6 @@ def captured(
         with _taking:
             kept.append((key, decoder))
             del kept[:-KEPT]
-
-
-def new_decoder(model: "CausalLM", state: ModelState, sampling: Sampling, draft: int) -> Decoder:
-    """A decoder for rows of such a state, with its graph."""
-    own = ModelState(LentState(layer.clone()) for layer in state)
-    vocab_size = model.config.vocab_size
-    decoder = DraftDecoder(own, sampling, draft) if draft else Decoder(own, sampling, vocab_size)
-    decoder.capture(model)
-    return decoder
-
-
-def held_for(held: object, sampling: Sampling, draft: int) -> object:
-    """What a graph holds for: where the parameters lie, and how it was computed."""
-    autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    return draft, held, tuple(sampling), autocast, torch.is_inference_mode_enabled()
 
 
 def state_device(state: ModelState) -> torch.device:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deltarule.models.arguments import Options, Rows
 from deltarule.models.decoder import DraftDecoder
-from deltarule.models.request import Options, Rows
 from deltarule.models.sampling import Draws
 
 if TYPE_CHECKING:
@@ -37,30 +37,14 @@ class Lookup:
         self.tokens.append(token)
 
     def guesses(self, most: int) -> list[int]:
-        """Return so many tokens, or none where the last one is new."""
+        """Return so many tokens; zeros where the last one is new, as a step reads so many."""
         for count in range(min(LONGEST, len(self.tokens)), 0, -1):
             place = self.places.get(tuple(self.tokens[-count:]))
             if place is not None:
                 # Past the end, what repeats itself goes on.
                 period = len(self.tokens) - place
                 return [self.tokens[place + i % period] for i in range(most)]
-        return []
-
-
-class Shares:
-    """Each row's random numbers, of which a step may use fewer than it is shown."""
-
-    def __init__(self, draws: Draws, rows: int) -> None:
-        self.draws, self.unused = draws, [[0.0] * 0 for _ in range(rows)]
-
-    def first(self, row: int, count: int) -> list[float]:
-        """Return the next numbers of a row without using them up."""
-        unused = self.unused[row]
-        unused += self.draws.ahead(row, count - len(unused))
-        return unused[:count]
-
-    def use(self, row: int, count: int) -> None:
-        del self.unused[row][:count]
+        return [0] * most
 
 
 def drafted(
@@ -71,8 +55,7 @@ def drafted(
 
     The decoder has begun behind the prompts.
     """
-    count, device = options.draft + 1, decoder.tokens.device
-    lookups, shares = [Lookup(prompt) for prompt in prompts], Shares(draws, len(prompts))
+    device, lookups = decoder.tokens.device, [Lookup(prompt) for prompt in prompts]
     taken = [[token] for token in decoder.first[0].tolist()]
     while True:
         for row, token in rows.take(dict(enumerate(taken))):
@@ -81,18 +64,13 @@ def drafted(
         if not rows.going:
             return
         # Rows that are done run along, and nobody looks at them.
-        read = [[new[-1], *padded(known, options.draft)] for new, known in zip(
-            taken, lookups, strict=True)]  # fmt: skip
+        pairs = zip(taken, lookups, strict=True)
+        read = [[new[-1], *known.guesses(options.draft)] for new, known in pairs]
         decoder.tokens.copy_(torch.tensor(read, device=device))
-        if options.temperature != 0:
-            shown = [shares.first(row, count) for row in range(len(prompts))]
+        if options.sampling.temperature != 0:
+            shown = [draws.show(row, options.draft + 1) for row in range(len(prompts))]
             decoder.draws.copy_(torch.tensor(shown, device=device))
         picks, accepted = (x.tolist() for x in decoder.guess(model))
         taken = [new[:fit] for new, fit in zip(picks, accepted, strict=True)]
         for row, fit in enumerate(accepted):
-            shares.use(row, fit)
-
-
-def padded(known: Lookup, most: int) -> list[int]:
-    """Guesses, or zeros where there are none: a step reads as many in all rows."""
-    return known.guesses(most) or [0] * most
+            draws.use(row, fit)

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,43 +142,32 @@ def check_places(
             )
 
 
-def _shards(folder: Path) -> dict[Path, set[str] | None]:
+def _shards(folder: Path) -> Mapping[Path, set[str] | None]:
     """Every file of weights, with the names that the index gives it; None without an index."""
     if os.path.lexists(folder / WEIGHTS):
         return {_inside(folder, WEIGHTS): None}
-    if os.path.lexists(folder / INDEX):
-        return _read_index(folder)
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_ENDINGS)
-    if pickles:
-        raise CheckpointError(
-            f"{folder / pickles[0]}: looks like a pickle, which can run any code when it is read "
-            f"and is never opened here; convert it to {WEIGHTS} where you trust it"
-        )
-    raise CheckpointError(f"{folder}: holds neither {WEIGHTS} nor {INDEX}")
-
-
-def _read_index(folder: Path) -> dict[Path, set[str] | None]:
+    if not os.path.lexists(folder / INDEX):
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_ENDINGS)
+        if pickles:
+            raise CheckpointError(
+                f"{folder / pickles[0]}: looks like a pickle, which can run any code when it is "
+                f"read and is never opened here; convert it to {WEIGHTS} where you trust it"
+            )
+        raise CheckpointError(f"{folder}: holds neither {WEIGHTS} nor {INDEX}")
     path = _inside(folder, INDEX)
     with naming(path):
-        weight_map = _weight_map(read_text(path))
-        shards: dict[Path, set[str] | None] = {}
-        for shard in sorted(set(weight_map.values())):
-            names = {plain_name(name) for name, place in weight_map.items() if place == shard}
-            shards[_inside(folder, shard)] = names
+        index = parse_object(read_text(path)).get("weight_map")
+        weight_map: dict[str, str] = fitted(dict[str, str], index, "weight_map")
+        if not weight_map:
+            raise ValueError("weight_map names no tensor")
+        shards: dict[Path, set[str]] = {}
+        for name, shard in sorted(weight_map.items(), key=itemgetter(1)):
+            if not shard.endswith(".safetensors"):
+                raise ValueError(
+                    f"weight_map[{name!r}] must name a .safetensors file, got {shard!r}"
+                )
+            shards.setdefault(_inside(folder, shard), set()).add(plain_name(name))
     return shards
-
-
-def _weight_map(text: str) -> dict[str, str]:
-    """The index's map from tensor names to file names."""
-    weight_map: dict[str, str] = fitted(
-        dict[str, str], parse_object(text).get("weight_map"), "weight_map"
-    )
-    if not weight_map:
-        raise ValueError("weight_map names no tensor")
-    for name, shard in weight_map.items():
-        if not shard.endswith(".safetensors"):
-            raise ValueError(f"weight_map[{name!r}] must name a .safetensors file, got {shard!r}")
-    return weight_map
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -199,44 +189,37 @@ def _inside(folder: Path, name: str) -> Path:
 
 def _read_header(path: Path) -> dict[str, Place]:
     """Places by name, from a file that is a safetensors file from end to end."""
-    _check_start(path)
-    places: dict[str, Place] = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118, a file is no mapping
-                tensor = file.get_slice(name)
-                if tensor.get_dtype() not in DTYPES:
-                    raise ValueError(
-                        f"tensor {name!r} is {tensor.get_dtype()}, expected one of "
-                        f"{', '.join(DTYPES)}"
-                    )
-                plain = plain_name(name)
-                if plain in places:
-                    other = max(name, places[plain].name, key=len)
-                    raise ValueError(f"tensor {plain!r} is stored twice, once as {other!r}")
-                shape, dtype = tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()]
-                places[plain] = Place(path, name, shape, dtype)
-    except SafetensorError as error:
-        raise ValueError(f"truncated or malformed safetensors file: {error}") from error
-    return places
-
-
-def _check_start(path: Path) -> None:
-    """Refuse pickles by name, and a header longer than its file, before anything is allocated."""
     size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(9)
+    with path.open("rb") as raw:
+        start = raw.read(9)
     if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[8:] != b"{"):
         raise ValueError(
             "is a pickle or a zip of one, which can run any code when it is read and is never "
             "opened here; convert it to safetensors where you trust it"
         )
+    # Before anything is allocated.
     header = int.from_bytes(start[:8], "little")
     if size < 9 or header > size - 8 or header > _LONGEST_HEADER:
         raise ValueError(
             f"truncated or malformed safetensors file: {size} bytes cannot hold the header of "
             f"{header} bytes that it announces"
         )
+    places: dict[str, Place] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118, a file is no mapping
+                tensor, plain = file.get_slice(name), plain_name(name)
+                if (kind := tensor.get_dtype()) not in DTYPES:
+                    raise ValueError(
+                        f"tensor {name!r} is {kind}, expected one of {', '.join(DTYPES)}"
+                    )
+                if plain in places:
+                    other = max(name, places[plain].name, key=len)
+                    raise ValueError(f"tensor {plain!r} is stored twice, once as {other!r}")
+                places[plain] = Place(path, name, tuple(tensor.get_shape()), DTYPES[kind])
+    except SafetensorError as error:
+        raise ValueError(f"truncated or malformed safetensors file: {error}") from error
+    return places
 
 
 def _difference(expected: Collection[str], stored: Mapping[str, Place]) -> str:

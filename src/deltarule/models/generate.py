@@ -7,20 +7,12 @@ import torch
 from torch import Tensor
 
 from deltarule.models.adjoined import adjoin_projections, captured_parameters
-from deltarule.models.decoder import (
-    Decoder,
-    DraftDecoder,
-    Sampling,
-    as_written,
-    captured,
-    lend,
-    room_for,
-)
+from deltarule.models.arguments import Options, Prompt, Rows, Stop, check_prompts
+from deltarule.models.decoder import Decoder, DraftDecoder, as_written, captured, lend, room_for
 from deltarule.models.drafted import drafted
 from deltarule.models.late import Late
 from deltarule.models.prompts import most_tokens, side_by_side
-from deltarule.models.request import Options, Prompt, Rows, Stop, check_prompts
-from deltarule.models.sampling import Draws, chosen
+from deltarule.models.sampling import Draws, Sampling, chosen
 from deltarule.nn import ModelState
 from deltarule.nn.state import LentState
 
@@ -100,10 +92,8 @@ def generate(
         >>> [len(row) for row in rows]
         [5, 5]
     """
-    options = Options(
-        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed,
-        cuda_graphs, draft,
-    )  # fmt: skip
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    options = Options(max_new_tokens, sampling, stop, seed, cuda_graphs, draft)
     options.check(model.config.vocab_size)
     tokens = check_prompts(model, prompts, state)
     added: list[list[int]] = [[] for _ in tokens]
@@ -143,10 +133,8 @@ def stream(
         >>> len(list(model.stream([1, 2, 3], max_new_tokens=5)))
         5
     """
-    options = Options(
-        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed,
-        cuda_graphs, draft,
-    )  # fmt: skip
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    options = Options(max_new_tokens, sampling, stop, seed, cuda_graphs, draft)
     options.check(model.config.vocab_size)
     tokens = check_prompts(model, [prompt], state)
     return (token for _, token in _sample(model, tokens, options, state))
@@ -168,8 +156,12 @@ def _sample(
         most = most_tokens(parameters, len(model.blocks))
     rows, sampling = Rows(len(prompts), options), options.sampling
     seen = None
-    if options.repetition_penalty != 1:
-        seen = tokens_of(prompts, model.config.vocab_size).to(device)
+    if sampling.repetition_penalty != 1:
+        # Which tokens each row holds, bool [B, vocab].
+        seen = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool)
+        for row, prompt in zip(seen, prompts, strict=True):
+            row[prompt] = True
+        seen = seen.to(device)
     given, first = side_by_side(prompts, state, device, most), draws.next(rows.going)
     after = options.max_new_tokens + (options.draft + 1 if options.draft else 0)
     if held is not None and options.cuda_graphs:
@@ -182,21 +174,13 @@ def _sample(
         return
     with as_written(model):
         logits, state = given.read(model)
-    tokens = chosen(logits, first, *sampling, seen)
+    tokens = chosen(logits, first, sampling, seen)
     if options.draft:
         decoder = DraftDecoder(lend(model, state, room_for(model, after)), sampling, options.draft)
         decoder.start(decoder.state, tokens)
         yield from drafted(model, decoder, prompts, draws, rows, options)
     else:
         yield from _step(model, state, tokens, seen, draws, rows, sampling)
-
-
-def tokens_of(rows: list[list[int]], vocab_size: int) -> Tensor:
-    """Which tokens each row holds, bool [B, vocab]."""
-    seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
-    for row, tokens in zip(seen, rows, strict=True):
-        row[tokens] = True
-    return seen
 
 
 def _step(
@@ -227,7 +211,7 @@ def _step(
             x, state = model.hidden(tokens.unsqueeze(1), lent)
         if seen is not None:
             seen.scatter_(1, tokens.unsqueeze(1), True)
-        tokens = chosen(model.logits(x[:, -1]), draws.next(rows.going), *sampling, seen)
+        tokens = chosen(model.logits(x[:, -1]), draws.next(rows.going), sampling, seen)
 
 
 def _replay(

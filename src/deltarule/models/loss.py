@@ -90,7 +90,12 @@ def linear_next_token_loss(
             f"got {list(weight.shape)}"
         )
     _check_targets(targets, x.shape[:-1], "that of x", weight.shape[0], ignore_index)
-    rows, dtype = x.reshape(-1, x.shape[-1]), _product_dtype(x, weight)
+    # In which F.linear would return x W^T.
+    rows, dtype, kind = x.reshape(-1, x.shape[-1]), x.dtype, x.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, weight.dtype):
+        dtype = torch.get_autocast_dtype(kind)
+    elif dtype != weight.dtype:
+        raise ValueError(f"weight must be {dtype} like x outside autocast, got {weight.dtype}")
     gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     triton = dtype != torch.float64 and why_not_fused(x) is None
     flat = targets.reshape(-1)
@@ -100,27 +105,10 @@ def linear_next_token_loss(
     return loss
 
 
-def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype in which F.linear would return x W^T."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and torch.float64 not in (x.dtype, weight.dtype):
-        return torch.get_autocast_dtype(kind)
-    if x.dtype != weight.dtype:
-        raise ValueError(f"weight must be {x.dtype} like x outside autocast, got {weight.dtype}")
-    return x.dtype
-
-
 class _Call(NamedTuple):
     logits: Tensor
     targets: Tensor
     ignore_index: int
-
-
-def _run_torch(call: _Call) -> Tensor:
-    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        call.logits, call.targets.long(), call.ignore_index
-    )
-    return loss
 
 
 def _run_triton(call: _Call) -> Tensor:
@@ -128,14 +116,13 @@ def _run_triton(call: _Call) -> Tensor:
     return losses.sum() / (call.targets != call.ignore_index).sum().clamp(min=1)
 
 
-def _why_not_triton(call: _Call) -> str | None:
-    return why_not_fused(call.logits)
-
-
 # In the order in which they are preferred.
 CROSS_ENTROPIES: Table[_Call, Tensor] = {
-    "triton": Implementation(why_not=_why_not_triton, run=_run_triton),
-    "torch": Implementation(why_not=always, run=_run_torch),
+    "triton": Implementation(why_not=lambda call: why_not_fused(call.logits), run=_run_triton),
+    "torch": Implementation(
+        always,
+        lambda call: _CrossEntropy.apply(*call),  # type: ignore[no-untyped-call]
+    ),
 }
 
 
@@ -164,7 +151,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         counts = targets != ignore_index
-        safe_targets = targets.where(counts, 0)
+        safe_targets = targets.where(counts, 0).long()
         wide = torch.promote_types(logits.dtype, torch.float32)
         starts = range(0, max(len(logits), 1), _ROWS)
         lse = torch.cat([logits[start : start + _ROWS].to(wide).logsumexp(-1) for start in starts])

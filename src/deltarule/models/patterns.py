@@ -7,9 +7,6 @@ from deltarule.models.config_checks import MLP_PARTS
 from deltarule.nearest import check_known, nearest
 from deltarule.nn import MIXERS
 
-# The second half of a block.
-MLP_KINDS = ("dense", "sparse", "none")
-
 
 @dataclass(frozen=True)
 class Pattern:
@@ -122,14 +119,28 @@ def expand_layer_types(given: str | tuple[str, ...], num_layers: int) -> tuple[s
     if isinstance(alone, str) and alone in PATTERNS:
         return PATTERNS[alone].layers(num_layers)
     for name in (layers := repeat("layer_types", given, num_layers)):
-        _check_layer(name)
+        parts = name.split("+") if isinstance(name, str) else [name]
+        if not all(part in (*MIXERS, *MLP_PARTS) for part in parts):
+            if isinstance(name, str) and name in PATTERNS:
+                raise ValueError(
+                    f"layer_types must be {name!r} alone: it is a pattern of layers, not the name "
+                    "of one"
+                )
+            raise ValueError(
+                f"layer_types names an unknown layer {name!r}"
+                f"{nearest(name, [*MIXERS, *PATTERNS], before=': ')}; "
+                f"known: {', '.join([*MIXERS, *MLP_PARTS])}, or several joined by +; "
+                f"patterns: {', '.join(PATTERNS)}"
+            )
+        if len({*parts}) < len(parts):
+            raise ValueError(f"layer_types names a part twice in one block: {name!r}")
     return layers
 
 
 def expand_mlp_layer_types(given: str | tuple[str, ...], num_layers: int) -> tuple[str, ...]:
     """Repeat the kinds over all layers, each known."""
     for kind in (kinds := repeat("mlp_layer_types", given, num_layers)):
-        check_known("mlp_layer_types", kind, MLP_KINDS)
+        check_known("mlp_layer_types", kind, ("dense", "sparse", "none"))
     return kinds
 
 
@@ -144,21 +155,3 @@ def repeat(name: str, given: str | tuple[str, ...], num_layers: int) -> tuple[st
             f"num_layers={num_layers}"
         )
     return pattern * (num_layers // len(pattern))
-
-
-def _check_layer(name: object) -> None:
-    parts = name.split("+") if isinstance(name, str) else [name]
-    if all(part in (*MIXERS, *MLP_PARTS) for part in parts):
-        if len({*parts}) < len(parts):
-            raise ValueError(f"layer_types names a part twice in one block: {name!r}")
-        return
-    if isinstance(name, str) and name in PATTERNS:
-        raise ValueError(
-            f"layer_types must be {name!r} alone: it is a pattern of layers, not the name of one"
-        )
-    meant = nearest(name, [*MIXERS, *PATTERNS], before=": ")
-    raise ValueError(
-        f"layer_types names an unknown layer {name!r}{meant}; "
-        f"known: {', '.join([*MIXERS, *MLP_PARTS])}, or several joined by +; "
-        f"patterns: {', '.join(PATTERNS)}"
-    )

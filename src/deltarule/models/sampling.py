@@ -16,6 +16,16 @@ SMALLEST, LARGEST = 1.2e-38, 3.4e38
 DAMAGED = "the model's logits are NaN or infinite: its parameters are damaged"
 
 
+class Sampling(NamedTuple):
+    """How a token is drawn; see `deltarule.models.generate.generate`."""
+
+    temperature: float
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+
 class Draws:
     """Uniform numbers in [0, 1), the same on every device: for row i a stream of seed + i."""
 
@@ -24,6 +34,8 @@ class Draws:
         first = torch.Generator().seed() >> 1 if seed is None else seed
         self._generators = [torch.Generator().manual_seed(first + row) for row in range(rows)]
         self._device = device
+        # Of each row what was shown and not used.
+        self._shown: list[list[float]] = [[] for _ in range(rows)]
 
     def next(self, rows: list[int]) -> Float[Tensor, "B"]:
         return self.several(rows, 1)[0]
@@ -32,18 +44,20 @@ class Draws:
         numbers = [torch.rand(steps, generator=self._generators[row]) for row in rows]
         return torch.stack(numbers, dim=1).to(self._device)
 
-    def ahead(self, row: int, count: int) -> list[float]:
-        return torch.rand(count, generator=self._generators[row]).tolist()
+    def show(self, row: int, count: int) -> list[float]:
+        """Return the next numbers of a row without using them up."""
+        shown = self._shown[row]
+        shown += torch.rand(count - len(shown), generator=self._generators[row]).tolist()
+        return shown[:count]
+
+    def use(self, row: int, count: int) -> None:
+        del self._shown[row][:count]
 
 
 def chosen(
     logits: Float[Tensor, "B vocab"],
     draws: Float[Tensor, "B"],
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
+    sampling: Sampling,
     seen: Bool[Tensor, "B vocab"] | None = None,
 ) -> Int[Tensor, "B"]:
     """One token a row: the likeliest, or the one where the cumulated probability passes u.
@@ -53,11 +67,17 @@ def chosen(
     Logits of tokens that a row has `seen` are divided by the penalty, negative ones multiplied.
     """
     if seen is not None:
-        moved = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
+        penalty = sampling.repetition_penalty
+        moved = torch.where(logits > 0, logits / penalty, logits * penalty)
         logits = torch.where(seen, moved, logits)
-    if temperature == 0:
+    if sampling.temperature == 0:
         return likeliest(logits)
-    token = drawn(logits, draws, temperature, top_k, top_p, min_p)
+    order, cumulated, size = kept(logits, sampling)
+    targets = draws[:, None] * cumulated.gather(1, size - 1)
+    # The first place whose sum reaches the target: never past the kept set, never of probability 0.
+    # A row of NaN has no such place, and its token is not looked at.
+    places = torch.searchsorted(cumulated, targets).clamp(max=cumulated.shape[1] - 1)
+    token = order.gather(1, places)[:, 0]
     return torch.where(logits.amax(-1).isfinite(), token, -1)
 
 
@@ -72,25 +92,6 @@ def likeliest(logits: Float[Tensor, "B vocab"]) -> Int[Tensor, "B"]:
     return torch.where(largest.isfinite(), token, -1)
 
 
-def drawn(
-    logits: Float[Tensor, "B vocab"],
-    draws: Float[Tensor, "B"],
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-) -> Int[Tensor, "B"]:
-    """The token of each row whose cumulated probability first reaches its share u of the sum."""
-    order, cumulated, size = kept(
-        logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
-    )
-    targets = draws[:, None] * cumulated.gather(1, size - 1)
-    # The first place whose sum reaches the target: never past the kept set, never of probability 0.
-    # A row of NaN has no such place, and its token is not looked at.
-    places = torch.searchsorted(cumulated, targets).clamp(max=cumulated.shape[1] - 1)
-    return order.gather(1, places)[:, 0]
-
-
 class Kept(NamedTuple):
     """Tokens of each row, the likeliest first, of which the first `size` may be drawn."""
 
@@ -99,14 +100,7 @@ class Kept(NamedTuple):
     size: Int[Tensor, "B 1"]
 
 
-def kept(
-    logits: Float[Tensor, "B vocab"],
-    *,
-    temperature: float,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-) -> Kept:
+def kept(logits: Float[Tensor, "B vocab"], sampling: Sampling) -> Kept:
     """Sort the tokens by probability and count how many of them may be drawn.
 
     p = softmax(logits / temperature);  the k likeliest, p renormalised;  then the shortest prefix
@@ -114,6 +108,7 @@ def kept(
     """
     # The largest becomes 0 before the division, which a small temperature could overflow; one that
     # float32 does not hold would make 0 / 0 of it.
+    temperature, top_k, top_p, min_p, _ = sampling
     temperature = min(max(temperature, SMALLEST), LARGEST)
     scaled = (logits.float() - logits.float().amax(-1, keepdim=True)) / temperature
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)

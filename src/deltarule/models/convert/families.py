@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from deltarule.models.config_names import MODEL_TYPE
+from deltarule.models.config import MODEL_TYPE
 from deltarule.models.convert import (
     fla,
     gated_deltanet,

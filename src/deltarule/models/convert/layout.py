@@ -11,8 +11,7 @@ from torch import nn
 
 from deltarule.models import files
 from deltarule.models.block import mlp_kinds, mlp_size
-from deltarule.models.config import ModelConfig
-from deltarule.models.config_names import MODEL_TYPE
+from deltarule.models.config import MODEL_TYPE, ModelConfig
 from deltarule.models.convert.families import family_of, named
 from deltarule.models.convert.names import Piece
 from deltarule.nn import RWKV7, Attention, LatentAttention, Mamba1

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from deltarule.models.config import ModelConfig
-from deltarule.models.config_names import THEIRS
+from deltarule.models.config import THEIRS, ModelConfig
 from deltarule.models.convert.names import Tensors
 from deltarule.nearest import check_known
 from deltarule.nn.checks import check_integer, is_number
