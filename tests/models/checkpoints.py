@@ -1,16 +1,39 @@
-"""Checkpoints made on the spot: random weights, and the checks that every family goes through."""
+"""Models and checkpoints made on the spot, and the checks that every one of them goes through."""
 
 import json
 
 import torch
 from safetensors.torch import load_file
 
-from deltarule.models import CausalLM
+from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.files import CONFIG, WEIGHTS
 from tolerance import relative_rms
 
 # Of logits, in float32.
 CLOSE = 5e-6
+MIXED = ("gated_deltanet", "sliding_window", "attention", "rwkv7")
+
+
+def small_config(**changes):
+    fields = {
+        "vocab_size": 257, "hidden_size": 32, "num_layers": 4, "num_heads": 2,
+        "layer_types": MIXED, "window": 5,
+    }  # fmt: skip
+    return ModelConfig(**(fields | changes))
+
+
+def check_graphs(model, prompts, **options):
+    """The tokens of separate calls, which a call that captures and those that replay give, too."""
+    expected = model.generate(prompts, cuda_graphs=False, **options)
+    for _ in range(3):
+        assert model.generate(prompts, **options) == expected
+    return expected
+
+
+def same_states(found, expected):
+    """Bit for bit."""
+    for layer, other in zip(found, expected, strict=True):
+        assert all(torch.equal(layer[name], other[name]) for name in other)
 
 
 def drawn(name, shape):
@@ -30,6 +53,14 @@ def redraw(model):
         for name, parameter in model.named_parameters():
             parameter.copy_(drawn(name, parameter.shape))
     return model
+
+
+def same_tensors(found, expected):
+    """By name, bit for bit."""
+    assert {*found} == {*expected}
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
 
 
 def close(found, expected):

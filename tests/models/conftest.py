@@ -3,18 +3,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from deltarule.models import CausalLM, ModelConfig
+from deltarule.models import CausalLM
 from deltarule.models import decoder as decoding
+from models.checkpoints import small_config
 
-MIXED = ("gated_deltanet", "sliding_window", "attention", "rwkv7")
 
-
-def small_config(**changes: object) -> ModelConfig:
-    fields: dict[str, object] = {
-        "vocab_size": 257, "hidden_size": 32, "num_layers": 4, "num_heads": 2,
-        "layer_types": MIXED, "window": 5,
-    }  # fmt: skip
-    return ModelConfig(**(fields | changes))  # type: ignore[arg-type]
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture

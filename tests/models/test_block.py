@@ -18,13 +18,9 @@ def make(**options):
 
 def test_parts_side_by_side_are_summed_behind_one_norm():
     model = make(
-        layer_types="mamba2+attention+mlp",
-        ssm_out_multiplier=0.5,
-        mlp_layer_types="none",
-        attention_out_multiplier=2.0,
-        mlp_multipliers=(0.7, 3.0),
-        residual_multiplier=1.5,
-    )
+        layer_types="mamba2+attention+mlp", mlp_layer_types="none", ssm_out_multiplier=0.5,
+        attention_out_multiplier=2.0, mlp_multipliers=(0.7, 3.0), residual_multiplier=1.5,
+    )  # fmt: skip
     block, x = model.blocks[0], torch.randn(2, 9, 32)
     parts, normed = block.mixer, block.mixer_norm(x)
     expected = 0.5 * parts["mamba2"](normed)[0] + 2 * parts["attention"](normed)[0]
@@ -89,10 +85,7 @@ def test_multiplied_blocks_leave_the_few_kernels_of_one_token(options, monkeypat
 
 
 def test_logits_are_multiplied_and_bounded():
-    plain, bound = (
-        make(layer_types="kda"),
-        make(layer_types="kda", lm_head_multiplier=2.0, final_logit_softcapping=0.5),
-    )
+    options = {"lm_head_multiplier": 2.0, "final_logit_softcapping": 0.5}
     tokens = torch.randint(61, (2, 9))
-    logits = plain(tokens)[0]
-    close(bound(tokens)[0], 0.5 * torch.tanh(2 * logits / 0.5))
+    logits = make(layer_types="kda")(tokens)[0]
+    close(make(layer_types="kda", **options)(tokens)[0], 0.5 * torch.tanh(2 * logits / 0.5))

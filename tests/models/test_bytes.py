@@ -13,20 +13,15 @@ def test_text_comes_back(text):
 def test_the_tokens_are_256_bytes_and_begin():
     assert encode(bytes(range(256))) == list(range(256))
     assert VOCAB_SIZE == BEGIN + 1 == 257
+    # Undecodable arguments turn back into their bytes.
+    assert encode(b"a\xff".decode("utf-8", "surrogateescape")) == [0x61, 0xFF]
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        encode("\ud800")
 
 
 def test_bytes_that_are_not_utf8_are_marked():
     assert decode([0x61, 0xFF, 0x62]) == "a\ufffdb"
     assert decode([0x61, 0xE2, 0x82]) == "a\ufffd"
-
-
-def test_undecodable_arguments_turn_back_into_their_bytes():
-    assert encode(b"a\xff".decode("utf-8", "surrogateescape")) == [0x61, 0xFF]
-
-
-def test_lone_surrogates_are_refused():
-    with pytest.raises(ValueError, match="surrogates not allowed"):
-        encode("\ud800")
 
 
 @pytest.mark.parametrize("text", ["né €uro 🙂", "\xff\xfe"])

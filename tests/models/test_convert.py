@@ -17,7 +17,7 @@ from deltarule.models.convert.layout import check_parts
 from deltarule.models.convert.names import Piece, filters
 from deltarule.models.files import CONFIG, INDEX, WEIGHTS
 from deltarule.nn import SYSTEMS
-from models.checkpoints import redraw
+from models.checkpoints import redraw, same_tensors
 from most_memory import growth
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "mlp_size": 48}
@@ -32,31 +32,20 @@ def saved(tmp_path):
 
 
 def same_files(one, other):
-    before, after = load_file(one / WEIGHTS), load_file(other / WEIGHTS)
-    assert {*before} == {*after}
-    for name in before:
-        assert before[name].dtype == after[name].dtype, name
-        assert torch.equal(before[name], after[name]), name
+    same_tensors(load_file(one / WEIGHTS), load_file(other / WEIGHTS))
 
 
-def test_there_and_back_is_bit_equal(saved, tmp_path):
-    convert(saved, tmp_path / "kda", "kda")
-    CausalLM.load(saved).save(tmp_path / "saved", "kda")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_there_and_back_is_bit_equal(dtype, saved, tmp_path):
+    model, tokens = CausalLM.load(saved).to(dtype), torch.arange(61)[None]
+    model.save(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "kda", "kda")
+    model.save(tmp_path / "saved", "kda")
     same_files(tmp_path / "saved", tmp_path / "kda")
     convert(tmp_path / "kda", tmp_path / "back")
-    same_files(saved, tmp_path / "back")
+    same_files(tmp_path / "ours", tmp_path / "back")
     # Written out, the options give the same model.
-    model, again = CausalLM.load(saved), CausalLM.load(tmp_path / "back")
-    tokens = torch.arange(61)[None]
-    assert torch.equal(model(tokens)[0], again(tokens)[0])
-
-
-def test_dtypes_stay(saved, tmp_path):
-    model = CausalLM.load(saved).to(torch.bfloat16)
-    model.save(tmp_path / "half")
-    convert(tmp_path / "half", tmp_path / "kda", "kda")
-    convert(tmp_path / "kda", tmp_path / "back")
-    same_files(tmp_path / "half", tmp_path / "back")
+    assert torch.equal(model(tokens)[0], CausalLM.load(tmp_path / "back")(tokens)[0])
 
 
 @pytest.mark.parametrize("size", [1, 3000, 20_000])
@@ -83,17 +72,13 @@ def test_a_parameter_without_a_name_is_refused():
         check_parts([Piece("theirs", ("a",))], {"a": (1,), "b": (1,)})
 
 
-def test_progress_ends_at_the_total(saved, tmp_path):
+def test_progress_ends_at_the_total_and_files_of_the_tokenizer_go_along(saved, tmp_path):
+    (saved / "tokenizer.json").write_text("{}")
+    (saved / "notes.txt").write_text("mine")
     seen = []
     convert(saved, tmp_path / "kda", "kda", progress=lambda *counts: seen.append(counts))
     assert seen == sorted(seen)
     assert seen[-1][0] == seen[-1][1] == sum(p.nbytes for p in CausalLM.load(saved).parameters())
-
-
-def test_files_of_the_tokenizer_go_along(saved, tmp_path):
-    (saved / "tokenizer.json").write_text("{}")
-    (saved / "notes.txt").write_text("mine")
-    convert(saved, tmp_path / "kda", "kda")
     names = sorted(path.name for path in (tmp_path / "kda").iterdir())
     assert names == [CONFIG, WEIGHTS, "tokenizer.json"]
 

@@ -8,73 +8,25 @@ from deltarule.models import decoder as decoding
 from deltarule.models.decoder import captured, lend, release_graphs
 from deltarule.models.prompts import side_by_side
 from deltarule.nn import MIXERS
+from models.checkpoints import MIXED, check_graphs
 
 GPU = pytest.mark.gpu
-DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
-SIDE_BY_SIDE = ("mamba2+attention", "mlp")
-MIXED = ("gated_deltanet", "sliding_window", "attention", "rwkv7")
 
 
-def sizes(name: str) -> dict[str, object]:
-    options: dict[str, object] = {"layer_types": name, "num_layers": 2}
-    return options if name not in MIXED else options | {"window": 5}
-
-
-@pytest.mark.parametrize("options", [{}, {"kv_lora_rank": 8}])
-def test_parts_side_by_side_and_blocks_without_a_state(
-    options, make_model, random_tokens, on_buffers
-):
-    model = make_model(layer_types=SIDE_BY_SIDE, num_layers=4, **options)
-    prompts = [random_tokens(n, seed=n).tolist() for n in (9, 3)]
-    again = [
-        model.generate(prompts, max_new_tokens=12, temperature=0, cuda_graphs=graphs)
-        for graphs in (False, True, True)
-    ]
-    drafted = model.generate(prompts, max_new_tokens=12, temperature=0, draft=2)
-    assert again[0] == again[1] == again[2] == drafted
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [MIXED, *MIXERS], ids=str)
 def test_tokens_on_buffers_are_those_of_separate_calls(
     name, device, make_model, random_tokens, on_buffers
 ):
-    model = make_model(**(sizes(name) if isinstance(name, str) else {})).to(device)
+    layers = {} if name == MIXED else {"layer_types": name, "num_layers": 2}
+    model = make_model(**layers).to(device)
     # More than layers read token by token.
     prompts = [random_tokens(n, seed=n).tolist() for n in (40, 3)]
     kinds = [{"temperature": 0}, {"seed": 3, "top_k": 40, "top_p": 0.9}]
     if name == MIXED:
         kinds += [{"seed": 3, "min_p": 0.02, "repetition_penalty": 1.3, "stop": [7]}]
     for options in kinds:
-        again = [
-            model.generate(prompts, max_new_tokens=12, cuda_graphs=graphs, **options)
-            for graphs in (False, True, True, True)
-        ]
-        assert again[0] == again[1] == again[2] == again[3]
+        check_graphs(model, prompts, max_new_tokens=12, **options)
     release_graphs(model)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_stops_are_seen_a_step_late_and_change_nothing(
-    device, make_model, random_tokens, on_buffers
-):
-    model = make_model().to(device)
-    prompts = [random_tokens(4, seed=seed).tolist() for seed in range(3)]
-    full = model.generate(prompts, max_new_tokens=70, seed=0)
-    stop = full[1][5]
-    got = model.generate(prompts, max_new_tokens=70, seed=0, stop=[stop])
-    for row, expected in zip(got, full, strict=True):
-        assert row == expected[: expected.index(stop) + 1 if stop in expected else 70]
-
-
-def test_streams_side_by_side_have_buffers_of_their_own(make_model, on_buffers):
-    model = make_model()
-    expected = [model.generate([[token]], max_new_tokens=9, seed=0)[0] for token in (1, 2)]
-    streams = [model.stream([token], max_new_tokens=9, seed=0) for token in (1, 2)]
-    assert [list(row) for row in zip(*zip(*streams, strict=True), strict=True)] == expected
-    assert len(decoding._captured[model]) == 2
-    release_graphs(model)
-    assert model not in decoding._captured
 
 
 def test_a_kept_step_is_taken_again_only_where_it_holds(make_model, on_buffers):

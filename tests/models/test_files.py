@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from deltarule.models import CausalLM, CheckpointError
 from deltarule.models.config import RENAMED
 from deltarule.models.files import CONFIG, INDEX, WEIGHTS
+from models.checkpoints import same_tensors
 
 
 @pytest.fixture
@@ -39,28 +40,17 @@ def refuses(folder, *messages):
 def test_a_model_comes_back_bit_for_bit(dtype, make_model, random_tokens, tmp_path):
     model = make_model().to(dtype)
     model.save(tmp_path / "a" / "b")
+    before = torch.get_rng_state()
     again = CausalLM.load(tmp_path / "a" / "b")
+    assert torch.equal(torch.get_rng_state(), before)
     assert again.config == model.config
-    assert [*again.state_dict()] == [*model.state_dict()]
-    for name, tensor in model.state_dict().items():
-        assert again.state_dict()[name].dtype == tensor.dtype, name
-        assert torch.equal(again.state_dict()[name], tensor), name
+    same_tensors(again.state_dict(), model.state_dict())
     tokens = random_tokens(1, 9)
     assert torch.equal(again(tokens)[0], model(tokens)[0])
     for name, parameter in model.named_parameters():
         assert again.get_parameter(name).requires_grad
         assert vars(again.get_parameter(name)) == vars(parameter), name
     assert not any(t.is_meta for t in [*again.parameters(), *again.buffers()])
-
-
-def test_a_name_on_a_hub_is_no_folder(tmp_path):
-    refuses(tmp_path / "org" / "model", "org/model: no such folder here; names on a hub are not")
-
-
-def test_loading_leaves_the_global_random_state_alone(saved):
-    before = torch.get_rng_state()
-    CausalLM.load(saved)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("layer_types", ["deltanet", "gated_deltanet", "kda"])
@@ -251,14 +241,13 @@ def test_names_with_the_prefix_of_transformers(saved):
     prefixed = {f"model.{name}": tensor for name, tensor in tensors.items()}
     expected = CausalLM.load(saved).state_dict()
     save_file(prefixed, saved / WEIGHTS)
-    read = CausalLM.load(saved).state_dict()
-    assert all(torch.equal(read[name], expected[name]) for name in expected)
+    same_tensors(CausalLM.load(saved).state_dict(), expected)
     save_file(prefixed | {"norm.weight": tensors["norm.weight"].clone()}, saved / WEIGHTS)
     refuses(saved, "'norm.weight' is stored twice")
 
 
 def test_a_missing_folder_and_a_file_in_its_place(tmp_path, saved):
-    refuses(tmp_path / "nowhere", "nowhere")
+    refuses(tmp_path / "org" / "model", "org/model: no such folder here; names on a hub are not")
     refuses(saved / WEIGHTS, WEIGHTS)
     with pytest.raises(CheckpointError, match="is a file: a model is saved as a folder"):
         CausalLM.load(saved).save(saved / WEIGHTS)
@@ -316,10 +305,12 @@ def sharded(saved):
     return saved
 
 
-def test_shards_are_put_together(sharded):
+def test_shards_are_put_together_and_links_inside_the_folder_and_to_it_followed(sharded):
+    (sharded / "part-0.safetensors").rename(sharded / "data")
+    (sharded / "part-0.safetensors").symlink_to("data")
+    (sharded.parent / "link").symlink_to(sharded)
     whole = load_file(sharded.parent / "whole.safetensors")
-    for name, tensor in CausalLM.load(sharded).state_dict().items():
-        assert torch.equal(tensor, whole[name])
+    same_tensors(CausalLM.load(sharded.parent / "link").state_dict(), whole)
 
 
 @pytest.mark.parametrize(
@@ -345,23 +336,11 @@ def test_links_out_of_the_folder(name, sharded):
     refuses(sharded, name, "link that leads out of the folder")
 
 
-def test_links_inside_the_folder_and_to_it(sharded):
-    (sharded / "part-0.safetensors").rename(sharded / "data")
-    (sharded / "part-0.safetensors").symlink_to("data")
-    (sharded.parent / "link").symlink_to(sharded)
-    CausalLM.load(sharded.parent / "link")
-
-
-def test_what_is_no_regular_file(sharded):
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])
+def test_what_is_no_regular_file(make, sharded):
     (sharded / "part-0.safetensors").unlink()
-    (sharded / "part-0.safetensors").mkdir()
-    refuses(sharded, "part-0.safetensors", "not a regular file")
-    (sharded / "part-0.safetensors").rmdir()
-    os.mkfifo(sharded / "part-0.safetensors")
-    refuses(sharded, "part-0.safetensors", "not a regular file")
-    (sharded / "part-0.safetensors").unlink()
-    (sharded / "part-0.safetensors").symlink_to("part-0.safetensors")
-    refuses(sharded, "part-0.safetensors")
+    make(sharded / "part-0.safetensors")
+    refuses(sharded, "part-0.safetensors: ")
 
 
 def test_an_index_that_does_not_describe_its_shards(sharded):

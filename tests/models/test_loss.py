@@ -32,6 +32,8 @@ def test_equals_cross_entropy_in_value_and_gradient(dtype):
 def test_gradcheck():
     logits, targets = inputs(torch.float64, rows=(1, 7), vocab=3)
     torch.autograd.gradcheck(lambda x: next_token_loss(x, targets), logits)
+    x, weight, targets = head()
+    torch.autograd.gradcheck(lambda *t: linear_next_token_loss(*t, targets), (x, weight))
 
 
 def test_keeps_one_number_a_token_beside_the_logits():
@@ -59,10 +61,17 @@ def test_infinite_logits_of_impossible_tokens():
 
 def test_nothing_to_count_is_zero():
     logits, targets = inputs()
-    loss = next_token_loss(logits, torch.full_like(targets, -100))
-    loss.backward()
-    assert loss == 0
-    assert not logits.grad.any()
+    empty, none = torch.zeros(1, 0, 5, requires_grad=True), torch.zeros(1, 0, dtype=torch.long)
+    x, weight, of_head = head()
+    losses = (
+        next_token_loss(logits, torch.full_like(targets, -100)), next_token_loss(empty, none),
+        linear_next_token_loss(x, weight, torch.full_like(of_head, -100)),
+    )  # fmt: skip
+    for loss in losses:
+        loss.backward()
+        assert loss == 0
+    for leaf in (logits, x, weight):
+        assert not leaf.grad.any()
 
 
 @pytest.mark.parametrize(
@@ -77,13 +86,6 @@ def test_nothing_to_count_is_zero():
 def test_bad_targets_are_named(targets, message):
     with pytest.raises(ValueError, match=message):
         next_token_loss(torch.zeros(3, 5), targets)
-
-
-def test_no_tokens():
-    logits = torch.zeros(1, 0, 5, requires_grad=True)
-    loss = next_token_loss(logits, torch.zeros(1, 0, dtype=torch.long))
-    loss.backward()
-    assert loss == 0
 
 
 def head(dtype=torch.float64):
@@ -108,11 +110,6 @@ def test_a_head_without_logits_equals_the_loss_of_them(most_logits, monkeypatch)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     for leaf, gradient in zip((x, weight), exact, strict=True):
         torch.testing.assert_close(leaf.grad, gradient, rtol=1e-10, atol=1e-14)
-
-
-def test_gradcheck_of_the_head():
-    x, weight, targets = head()
-    torch.autograd.gradcheck(lambda *t: linear_next_token_loss(*t, targets), (x, weight))
 
 
 def test_a_head_refuses_a_second_derivative():
@@ -142,15 +139,6 @@ def test_a_head_under_autocast_multiplies_in_its_dtype():
     loss.backward()
     assert loss.dtype == x.grad.dtype == weight.grad.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-
-
-def test_a_head_with_nothing_to_count_is_zero():
-    x, weight, targets = head()
-    loss = linear_next_token_loss(x, weight, torch.full_like(targets, -100))
-    loss.backward()
-    assert loss == 0
-    assert not x.grad.any()
-    assert not weight.grad.any()
 
 
 def test_wrong_heads_are_named():

@@ -10,10 +10,9 @@ from deltarule.models import prompts as reading
 from deltarule.models.decoder import Reading, release_graphs
 from deltarule.models.prompts import columns, most_tokens, side_by_side
 from deltarule.nn import MIXERS
+from models.checkpoints import MIXED, same_states
 from tolerance import relative_rms
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-MIXED = ("gated_deltanet", "sliding_window", "attention", "rwkv7")
 FAMILIES = {
     "mixed": {},
     "gated_deltanet": {"layer_types": "gated_deltanet", "num_layers": 2},
@@ -77,7 +76,6 @@ def test_prompts_are_short_as_far_as_a_gpu_waits_for_python():
     assert most_tokens(weights * 20, 48) == 7500
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_graph_of_a_prompt_gives_the_tokens_of_an_eager_pass(
     family, device, make_model, random_tokens, on_buffers
@@ -98,7 +96,6 @@ def test_a_graph_of_a_prompt_gives_the_tokens_of_an_eager_pass(
     assert kept() is None
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_graph_continues_the_state_that_a_call_is_given(
     rows, device, make_model, random_tokens, on_buffers
@@ -112,12 +109,10 @@ def test_a_graph_continues_the_state_that_a_call_is_given(
         options = {"max_new_tokens": 4, "state": state, "temperature": 0}
         eager = model.generate(prompts, cuda_graphs=False, **options)
         assert model.generate(prompts, **options) == eager
-        for layer, expected in zip(state, before, strict=True):
-            assert all(torch.equal(layer[name], expected[name]) for name in expected)
+        same_states(state, before)
     assert len(captured_kinds(model)) == 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_graph_reads_parameters_as_they_are(device, make_model, random_tokens, on_buffers):
     model = make_model().to(device)
     prompts = given(random_tokens, 9, 4)
@@ -139,7 +134,6 @@ def test_a_graph_reads_parameters_as_they_are(device, make_model, random_tokens,
     assert len(captured_kinds(model)) == 2
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_streams_of_one_kind_of_prompt_do_not_meet(device, make_model, random_tokens, on_buffers):
     model = make_model().to(device)
     prompts = [random_tokens(9, seed=seed).tolist() for seed in range(2)]
@@ -148,6 +142,9 @@ def test_streams_of_one_kind_of_prompt_do_not_meet(device, make_model, random_to
     streams = [model.stream(p, max_new_tokens=9, seed=0) for p in prompts]
     found = [list(row) for row in zip(*zip(*streams, strict=True), strict=True)]
     assert found == expected
+    assert len(decoding._captured[model]) == 2
+    release_graphs(model)
+    assert model not in decoding._captured
 
 
 def test_only_the_latest_kinds_of_short_prompts_are_kept(make_model, on_buffers, monkeypatch):

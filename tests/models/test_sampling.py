@@ -23,21 +23,13 @@ def allowed(temperature, top_k, top_p, row):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("top_k", [None, 1, 3, 100])
 @pytest.mark.parametrize("top_p", [None, 1e-9, 0.3, 0.9, 1.0])
-def test_the_kept_set_is_that_of_the_definition(temperature, top_k, top_p):
-    got = kept(LOGITS, Sampling(temperature, top_k, top_p))
+@pytest.mark.parametrize("min_p", [None, 1e-9, 0.05, 0.4, 1.0])
+def test_the_kept_set_is_that_of_the_definition(temperature, top_k, top_p, min_p):
+    got = kept(LOGITS, Sampling(temperature, top_k, top_p, min_p))
     for row in range(2):
-        expected, _ = allowed(temperature, top_k, top_p, row)
-        assert got.order[row, : int(got.size[row])].tolist() == expected
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize("min_p", [1e-9, 0.05, 0.4, 1.0])
-@pytest.mark.parametrize("top_p", [None, 0.9])
-def test_min_p_is_a_share_of_the_likeliest(temperature, min_p, top_p):
-    got = kept(LOGITS, Sampling(temperature, None, top_p, min_p))
-    for row in range(2):
-        tokens, p = allowed(temperature, None, top_p, row)
-        expected = [t for t, share in zip(tokens, p, strict=True) if share >= min_p * p[0]]
+        tokens, p = allowed(temperature, top_k, top_p, row)
+        pairs = zip(tokens, p, strict=True)
+        expected = [token for token, share in pairs if share >= (min_p or 0) * p[0]]
         assert got.order[row, : int(got.size[row])].tolist() == expected
 
 
@@ -61,21 +53,6 @@ def test_a_repetition_is_punished_once_it_was_seen():
     assert draw(LOGITS[0], 8, temperature=0, repetition_penalty=3.0) == expected
     assert expected[:3] == [1, 3, 1]
     assert draw(LOGITS[0], 8, temperature=0) == [1] * 8
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"min_p": 0.0}, "min_p must lie in"),
-        ({"min_p": 1.5}, "min_p must lie in"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be a number above 0"),
-        ({"repetition_penalty": float("nan")}, "repetition_penalty must be a number above 0"),
-        ({"repetition_penalty": 2.0, "draft": 3}, "draft must be 0 with a repetition_penalty"),
-    ],
-)
-def test_senseless_options_are_named(options, says):
-    with pytest.raises(ValueError, match=says):
-        draw(LOGITS[0], 1, **options)
 
 
 class Fixed(torch.nn.Module):
@@ -109,10 +86,6 @@ def test_frequencies_follow_the_probabilities(options):
     expected[tokens] = torch.tensor(weights, dtype=torch.float64) / sum(weights)
     assert (drawn[expected == 0] == 0).all()
     assert (drawn - expected).abs().max() < 0.03
-
-
-def test_a_tiny_temperature_is_greedy_and_finite():
-    assert set(draw(LOGITS[0], 20, temperature=1e-30)) == {1}
 
 
 def test_impossible_tokens_are_never_drawn():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ LEARNED = 0.6
 
 @pytest.mark.slow
 def test_200_steps_lower_the_loss_of_every_mixer():
-    rows = list(train_all(list(MIXERS), os.cpu_count() or 1))
+    rows = list(train_all(list(MIXERS)))
     assert [row["name"] for row in rows] == list(MIXERS)
     for row in rows:
         assert "error" not in row, row
@@ -38,17 +37,13 @@ def test_the_figures_that_are_kept_are_of_every_mixer():
         assert f"{end(last):.2f} (" in page
 
 
-def test_a_row_says_what_the_losses_did(tmp_path):
+def test_a_row_says_what_the_losses_did_or_that_it_failed(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(400)))
     row = train("linear_attention", steps=12, data=str(text))
-    assert row["name"] == "linear_attention"
-    assert row["steps"] == 12
+    assert (row["name"], row["steps"]) == ("linear_attention", 12)
     assert row["last_loss"] < row["first_loss"]
     assert row["parameters"] > 100_000
     assert row["seconds"] > 0
-
-
-def test_a_failure_is_a_row(tmp_path):
     row = train("linear_attention", steps=1, data=str(tmp_path / "missing"))
     assert row["error"].startswith("DataError")

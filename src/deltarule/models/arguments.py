@@ -26,16 +26,14 @@ Stop = int | Sequence[int]
 
 
 def check_inputs(
+    model: "CausalLM",
     tokens: Tensor,
     state: ModelState | None,
     cu_seqlens: Tensor | None,
     mask: Tensor | None,
     context: Context | None,
-    *,
-    vocab_size: int,
-    num_layers: int,
-    device: torch.device,
 ) -> None:
+    vocab_size, device = model.config.vocab_size, model.embedding.weight.device
     check_axes("tokens", tokens, "[B, T]", 2)
     if tokens.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"tokens must be an int64 or int32 tensor, got {tokens.dtype}")
@@ -62,7 +60,7 @@ def check_inputs(
         check_cu_seqlens(cu_seqlens, tokens)
     if state is not None:
         sequences = len(tokens) if cu_seqlens is None else len(cu_seqlens) - 1
-        check_state(state, sequences, num_layers)
+        check_state(state, sequences, model.config.num_layers)
 
 
 def check_state(state: ModelState, sequences: int, num_layers: int) -> None:

@@ -1,7 +1,6 @@
 """The one language model: embedding, blocks of mixer and MLP, norm, head."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,10 +119,7 @@ class CausalLM(nn.Module):
         context: Context | None = None,
     ) -> tuple[Hidden, ModelState]:
         """Do all of `forward` but the head: the same arguments, [B, T, hidden_size] returned."""
-        check_inputs(
-            tokens, state, cu_seqlens, mask, context, vocab_size=self.config.vocab_size,
-            num_layers=self.config.num_layers, device=self.embedding.weight.device,
-        )  # fmt: skip
+        check_inputs(self, tokens, state, cu_seqlens, mask, context)
         # What layers share within one pass, such as the first layer's values in RWKV-7.
         shared: dict[str, Tensor] = {}
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
@@ -166,12 +162,13 @@ class CausalLM(nn.Module):
     @property
     def save_states(self) -> bool:
         """Whether all recurrent layers keep their chunks' states for the backward pass."""
-        return all(mixer.save_states for mixer in self._recurrent_mixers())
+        return all(m.save_states for m in self.modules() if isinstance(m, DeltaMixer))
 
     @save_states.setter
     def save_states(self, save: bool) -> None:
-        for mixer in self._recurrent_mixers():
-            mixer.save_states = save
+        for module in self.modules():
+            if isinstance(module, DeltaMixer):
+                module.save_states = save
 
     def init_state(self, batch_size: int) -> ModelState:
         """Return the state before the first token, for batch_size rows."""
@@ -234,9 +231,6 @@ class CausalLM(nn.Module):
                 piece.read(whole, shapes, tensors)
         model.load_state_dict(tensors, assign=True)
         return model
-
-    def _recurrent_mixers(self) -> Iterator[DeltaMixer]:
-        return (module for module in self.modules() if isinstance(module, DeltaMixer))
 
 
 @torch.no_grad()

@@ -77,7 +77,6 @@ class Decoder:
             self.seen.copy_(seen)
 
     def begin(self, model: "CausalLM", prompts: Prompts, room: int) -> None:
-        """Begin behind prompts."""
         logits, state = prompts.read(model)
         picks = chosen(logits, self.first[1], self.sampling, self.seen)
         self.start(lend(model, state, room), picks)

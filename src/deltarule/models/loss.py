@@ -1,6 +1,6 @@
 """The loss of next-token prediction, of logits or of what they are made of, which keeps none."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from deltarule.ops.checks import readable
 from deltarule.ops.dispatch import Implementation, Table, always, choose
 from deltarule.ops.fused import cross_entropy as fused
+from deltarule.ops.fused.cross_entropy import CrossEntropy
 from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.shapes import Hidden
 
@@ -47,7 +48,7 @@ def next_token_loss(
     """
     _check_targets(targets, logits.shape[:-1], "that of logits", logits.shape[-1], ignore_index)
     flat = logits.reshape(-1, logits.shape[-1])
-    call = _Call(flat, targets.reshape(-1), ignore_index)
+    call = CrossEntropy(flat, targets.reshape(-1), ignore_index)
     return choose(CROSS_ENTROPIES, call, "auto", logits.device).run(call)
 
 
@@ -105,23 +106,17 @@ def linear_next_token_loss(
     return loss
 
 
-class _Call(NamedTuple):
-    logits: Tensor
-    targets: Tensor
-    ignore_index: int
-
-
-def _run_triton(call: _Call) -> Tensor:
+def _run_triton(call: CrossEntropy) -> Tensor:
     losses: Tensor = fused.cross_entropy(*call)
     return losses.sum() / (call.targets != call.ignore_index).sum().clamp(min=1)
 
 
 # In the order in which they are preferred.
-CROSS_ENTROPIES: Table[_Call, Tensor] = {
+CROSS_ENTROPIES: Table[CrossEntropy, Tensor] = {
     "triton": Implementation(why_not=lambda call: why_not_fused(call.logits), run=_run_triton),
     "torch": Implementation(
         always,
-        lambda call: _CrossEntropy.apply(*call),  # type: ignore[no-untyped-call]
+        lambda call: PlainCrossEntropy.apply(*call),  # type: ignore[no-untyped-call]
     ),
 }
 
@@ -145,7 +140,7 @@ def _check_targets(
         )
 
 
-class _CrossEntropy(torch.autograd.Function):
+class PlainCrossEntropy(torch.autograd.Function):
     """loss = lse - logits[target];  d loss / d logits = exp(logits - lse) - 1_target."""
 
     @staticmethod

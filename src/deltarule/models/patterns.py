@@ -39,19 +39,14 @@ def repeated(*names: str) -> Callable[[int], tuple[str, ...]]:
     return layers
 
 
-def with_two_global(name: str) -> Callable[[int], tuple[str, ...]]:
-    """One mixer, but for full attention in the second layer and the (N / 2 + 1)-th of N."""
-
-    def layers(num_layers: int) -> tuple[str, ...]:
-        if num_layers % 2 or num_layers < 4:
-            raise ValueError(
-                f"num_layers must be even and 4 or more for {name} with two layers of attention, "
-                f"the second and the (N / 2 + 1)-th, got {num_layers}"
-            )
-        attention = (1, num_layers // 2)
-        return tuple("attention" if i in attention else name for i in range(num_layers))
-
-    return layers
+def with_two_global(num_layers: int) -> tuple[str, ...]:
+    if num_layers % 2 or num_layers < 4:
+        raise ValueError(
+            "num_layers must be even and 4 or more for deltanet with two layers of attention, the "
+            f"second and the (N / 2 + 1)-th, got {num_layers}"
+        )
+    attention = (1, num_layers // 2)
+    return tuple("attention" if i in attention else "deltanet" for i in range(num_layers))
 
 
 # What the table of orders calls the layers of Gated DeltaNet-H2, and those that are not its own.
@@ -68,7 +63,7 @@ _PATTERNS = (
     Pattern(
         "deltanet_global_attention", "DeltaNet + global attention",
         "DeltaNet, with full attention in the second layer and the (N / 2 + 1)-th of N",
-        with_two_global("deltanet"), "arXiv 2406.06484, section 3.4",
+        with_two_global, "arXiv 2406.06484, section 3.4",
     ),
     Pattern(
         "gated_deltanet_h1", "Gated DeltaNet-H1",

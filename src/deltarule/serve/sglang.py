@@ -4,13 +4,14 @@ Entry point `sglang.srt.plugins`; it acts where SGLANG_PLUGINS names `deltarule`
 the contract of SGLang 0.5.23, and not run within it.
 """
 
+from collections.abc import MutableMapping
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from deltarule.ops import recurrent_step
 from deltarule.ops.chunks import CHUNK_ROWS
@@ -35,25 +36,18 @@ def register() -> None:
     )
 
 
-class _Chunks(NamedTuple):
-    """The offsets that were last asked for, and where their chunks begin."""
-
-    offsets: ref[Tensor]
-    # How often they had been written.
-    version: int
-    borders: Tensor
-
-
-_last: list[_Chunks] = []
+# By the offsets: how often they had been written, and where their chunks began.
+_known: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
 
 
 def chunk_starts(offsets: Tensor) -> Tensor:
     """The first token of every 64 of every sequence: read once for all layers of a pass."""
-    if _last and _last[0].offsets() is offsets and _last[0].version == offsets._version:
-        return _last[0].borders
-    starts = [x for first, end in pairwise(offsets.tolist()) for x in range(first, end, CHUNK_ROWS)]
-    borders = torch.tensor(starts, dtype=torch.int64).to(offsets.device)
-    _last[:] = [_Chunks(ref(offsets), offsets._version, borders)]
+    version, borders = _known.get(offsets, (None, offsets))
+    if version != offsets._version:
+        ends = pairwise(offsets.tolist())
+        starts = [x for first, end in ends for x in range(first, end, CHUNK_ROWS)]
+        borders = torch.tensor(starts, dtype=torch.int64).to(offsets.device)
+        _known[offsets] = offsets._version, borders
     return borders
 
 

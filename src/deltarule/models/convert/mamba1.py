@@ -44,7 +44,6 @@ def mamba(state: str, taps: str, expand: str, rank: str, bias: str) -> Table:
 
 
 def check_inner(config: ModelConfig) -> None:
-    """Refuse several heads, and an inside that is no multiple of the stream."""
     if config.num_heads != 1 or (config.head_v_dim or 0) % config.hidden_size:
         raise ValueError("num_heads must be 1 and head_v_dim a multiple of hidden_size")
 

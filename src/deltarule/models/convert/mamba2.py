@@ -30,7 +30,6 @@ def inner(config: ModelConfig) -> int:
 
 
 def check_inner(config: ModelConfig) -> None:
-    """Refuse an inside of Mamba-2 that is no multiple of the stream."""
     if inner(config) % config.hidden_size:
         raise ValueError(
             f"num_heads * head_v_dim must be a multiple of hidden_size={config.hidden_size}, "

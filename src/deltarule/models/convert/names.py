@@ -126,7 +126,6 @@ class Experts:
     ours: str = ""
 
     def names(self, theirs: str, count: int, has: Has) -> "Names":
-        """The names of the tensors."""
         into, out = f"{self.ours}up_proj", f"{self.ours}down_proj"
         if has(theirs + self.together[0]):
             return dict(zip((theirs + name for name in self.together), (into, out), strict=True))

@@ -85,7 +85,6 @@ class Fields:
             )
 
     def drop(self, *names: str) -> None:
-        """Pass over options that change nothing of what the model computes."""
         for name in names:
             self.left.pop(name, None)
 
