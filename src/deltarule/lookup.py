@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 
 from deltarule.models import FAMILIES
+from deltarule.models.compiled import warmup_model
 from deltarule.models.config import ModelConfig
-from deltarule.models.warmup import warmup_model
 from deltarule.nearest import nearest
 from deltarule.nn import MIXERS, SYSTEMS
 from deltarule.nn.checks import check_least

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deltarule.models.decoder import Decoder, lend, release_graphs
-from deltarule.models.drafted import Lookup
+from deltarule.models.generate import Lookup
 from deltarule.nn import MIXERS, ModelState
 from deltarule.nn.state import DraftedState, LentState
 from models.checkpoints import MIXED, check_graphs

@@ -9,7 +9,6 @@ from torch import Tensor
 from deltarule.models.adjoined import adjoin_projections, captured_parameters
 from deltarule.models.arguments import Options, Prompt, Rows, Stop, check_prompts
 from deltarule.models.decoder import Decoder, DraftDecoder, as_written, captured, lend, room_for
-from deltarule.models.drafted import drafted
 from deltarule.models.late import Late
 from deltarule.models.prompts import most_tokens, side_by_side
 from deltarule.models.sampling import Draws, Sampling, chosen
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 
 # Steps whose random numbers are sent to a GPU together.
 DRAWN = 64
+# Tokens at the end of a row that are looked up for a guess, the most first.
+LONGEST = 3
 
 
 def generate(
@@ -168,7 +169,7 @@ def _sample(
         call = captured(model, held, given, first, seen, sampling, after, options.draft)
         with call as decoder:
             if isinstance(decoder, DraftDecoder):
-                yield from drafted(model, decoder, prompts, draws, rows, options)
+                yield from _guess(model, decoder, prompts, draws, rows, options)
             else:
                 yield from _replay(model, decoder, draws, rows)
         return
@@ -178,7 +179,7 @@ def _sample(
     if options.draft:
         decoder = DraftDecoder(lend(model, state, room_for(model, after)), sampling, options.draft)
         decoder.start(decoder.state, tokens)
-        yield from drafted(model, decoder, prompts, draws, rows, options)
+        yield from _guess(model, decoder, prompts, draws, rows, options)
     else:
         yield from _step(model, state, tokens, seen, draws, rows, sampling)
 
@@ -230,3 +231,60 @@ def _replay(
         yield from rows.take({row: [token] for row, token in enumerate(read.tolist())})
         if not rows.going:
             return
+
+
+class Lookup:
+    """The tokens of a row, and what followed where its last ones stood before."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens: list[int] = []
+        # By a few tokens: the latest place that came after them.
+        self.places: dict[tuple[int, ...], int] = {}
+        for token in tokens:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        place = len(self.tokens)
+        for count in range(1, min(LONGEST, place) + 1):
+            self.places[tuple(self.tokens[place - count :])] = place
+        self.tokens.append(token)
+
+    def guesses(self, most: int) -> list[int]:
+        """Return so many tokens; zeros where the last one is new, as a step reads so many."""
+        for count in range(min(LONGEST, len(self.tokens)), 0, -1):
+            place = self.places.get(tuple(self.tokens[-count:]))
+            if place is not None:
+                # Past the end, what repeats itself goes on.
+                period = len(self.tokens) - place
+                return [self.tokens[place + i % period] for i in range(most)]
+        return [0] * most
+
+
+def _guess(
+    model: "CausalLM", decoder: DraftDecoder, prompts: list[list[int]], draws: Draws, rows: Rows,
+    options: Options,
+) -> Iterator[tuple[int, int]]:  # fmt: skip
+    """As many tokens a step as are guessed, plus one, or fewer: what does not fit is taken back.
+
+    g_1 .. g_n guessed after g_0, t_i drawn after g_i:      t_0 .. t_m are taken, m the first i
+                                                            with t_i != g_{i+1}, or n
+    """
+    device, lookups = decoder.tokens.device, [Lookup(prompt) for prompt in prompts]
+    taken = [[token] for token in decoder.first[0].tolist()]
+    while True:
+        for row, token in rows.take(dict(enumerate(taken))):
+            lookups[row].add(token)
+            yield row, token
+        if not rows.going:
+            return
+        # Rows that are done run along, and nobody looks at them.
+        pairs = zip(taken, lookups, strict=True)
+        read = [[new[-1], *known.guesses(options.draft)] for new, known in pairs]
+        decoder.tokens.copy_(torch.tensor(read, device=device))
+        if options.sampling.temperature != 0:
+            shown = [draws.show(row, options.draft + 1) for row in range(len(prompts))]
+            decoder.draws.copy_(torch.tensor(shown, device=device))
+        picks, accepted = (x.tolist() for x in decoder.guess(model))
+        taken = [new[:fit] for new, fit in zip(picks, accepted, strict=True)]
+        for row, fit in enumerate(accepted):
+            draws.use(row, fit)
