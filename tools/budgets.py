@@ -43,7 +43,7 @@ FOLDERS = {
     "src/deltarule/ops/long_convolution": 560,
     "src/deltarule/nn": 8_910,
     "src/deltarule/models": 5_210,
-    "src/deltarule/hf": 1_620,
+    "src/deltarule/hf": 1_520,
     "src/deltarule/parallel": 1_340,
     "src/deltarule/train": 4_820,
     "src/deltarule/tasks": 1_440,

@@ -5,9 +5,13 @@ from typing import NamedTuple
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DataCollatorWithFlattening,
+)
 
-from deltarule.hf.call import CACHE
+from deltarule.hf.hooks import CACHE
 
 VOCABULARY = 128
 COMMON = {
@@ -20,18 +24,15 @@ GATED_DELTANET = {
     "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4, "head_dim": 16,
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARED = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32}
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 16}
 MAMBA2 = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16,
     "mamba_chunk_size": 32, "mamba_expand": 2,
 }  # fmt: skip
 VISION = {
-    "depth": 1,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "intermediate_size": 16,
-    "out_hidden_size": 64,
-}
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64,
+}  # fmt: skip
 HYBRID = ["linear_attention"] * 3 + ["full_attention"]
 
 
@@ -49,22 +50,17 @@ class Family(NamedTuple):
 
 ATTENTION_FREE = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 FAMILIES = {
-    "qwen3_next": Family(
-        "Qwen3NextConfig",
-        GATED_DELTANET | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
-    ),
+    "qwen3_next": Family("Qwen3NextConfig", GATED_DELTANET | SHARED),
     "qwen3_5": Family("Qwen3_5TextConfig", GATED_DELTANET),
     "qwen3_5_moe": Family(
-        "Qwen3_5MoeTextConfig",
-        GATED_DELTANET | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
-        without=("intermediate_size",),
+        "Qwen3_5MoeTextConfig", GATED_DELTANET | SHARED, without=("intermediate_size",)
     ),
     "qwen4_exp": Family(
         "Qwen4ExpTextConfig",
-        GATED_DELTANET | EXPERTS
-        | {"num_experts": 4, "shared_expert_intermediate_size": 32, "hc_count": 2, "hc_lowrank": 8,
-           "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
-           "indexer_budget": 128, "indexer_compress_ratio": 4, "layer_types": HYBRID},
+        GATED_DELTANET | SHARED
+        | {"hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+           "indexer_head_dim": 16, "indexer_budget": 128, "indexer_compress_ratio": 4,
+           "layer_types": HYBRID},
         without=("intermediate_size",),
     ),
     "olmo_hybrid": Family("OlmoHybridConfig", GATED_DELTANET | {"linear_num_key_heads": 4}),
@@ -154,10 +150,9 @@ OTHERS = {
 if hasattr(transformers, "LaraMiniConfig"):
     FAMILIES["lara_mini"] = Family(
         "LaraMiniConfig",
-        GATED_DELTANET | EXPERTS
-        | {"num_experts": 4, "shared_expert_intermediate_size": 32, "layer_types": HYBRID},
+        GATED_DELTANET | SHARED | {"layer_types": HYBRID},
         without=("intermediate_size",),
-    )  # fmt: skip
+    )
 MULTIMODAL = Family("Qwen3_5Config", GATED_DELTANET, vision=VISION)
 
 
@@ -206,6 +201,31 @@ def cache_name(model: nn.Module) -> str:
 def takes_positions(model: nn.Module) -> bool:
     """Whether a step is given its tokens' positions."""
     return "mamba" not in model.config.model_type
+
+
+# The ways in which a collator says where documents begin.
+FORMS = {
+    "position_ids": {},
+    "cu_seq_lens_q": {"return_flash_attn_kwargs": True},
+    "seq_idx": {"return_seq_idx": True},
+}
+
+
+def collated(documents: list[Tensor], form: str) -> dict[str, Tensor]:
+    """The documents as transformers packs them into one row."""
+    collate = DataCollatorWithFlattening(return_tensors="pt", **FORMS[form])
+    return dict(collate([{"input_ids": document.tolist()} for document in documents]))
+
+
+def in_one_row(documents: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The row, and its positions."""
+    places = torch.cat([torch.arange(len(document)) for document in documents])
+    return torch.cat(documents)[None], places[None]
+
+
+def alone(model: nn.Module, documents: list[Tensor]) -> Tensor:
+    """What the model computes from each document, side by side."""
+    return torch.cat([logits(model, document[None]) for document in documents], 1)
 
 
 def logits(model: nn.Module, ids: Tensor, **options: object) -> Tensor:

@@ -5,46 +5,35 @@ PYTHONPATH=tests python tests/hf/packing_table.py
 
 import math
 
-import torch
-from transformers import DataCollatorWithFlattening
 from transformers.utils import logging
 
 from deltarule.hf import patch
-from hf.families import FAMILIES, error, tiny, tokens
+from hf.families import FAMILIES, FORMS, alone, collated, error, logits, tiny, tokens
 
 LENGTHS = (13, 1, 40, 16)
-FORMS = {
-    "`position_ids`": {},
-    "`cu_seq_lens_q`": {"return_flash_attn_kwargs": True},
-    "`seq_idx`": {"return_seq_idx": True},
-}
 
 
-def packed_error(model, documents, options) -> float:
+def packed_error(model, documents, form) -> float:
     """Relative RMS of the logits of the collator's row against the documents alone."""
-    batch = DataCollatorWithFlattening(return_tensors="pt", **options)(
-        [{"input_ids": document.tolist()} for document in documents]
-    )
+    batch = collated(documents, form)
     batch.pop("labels")
-    with torch.no_grad():
-        alone = torch.cat([model(d[None], use_cache=False).logits for d in documents], 1)
-        try:
-            return error(model(**batch, use_cache=False).logits, alone)
-        except ValueError:
-            return math.inf
+    try:
+        return error(logits(model, batch.pop("input_ids"), **batch), alone(model, documents))
+    except ValueError:
+        return math.inf
 
 
 def main() -> None:
     """One row a family: transformers alone in each form, then the patched model's worst."""
     logging.set_verbosity_error()
-    print(f"| family | {' | '.join(FORMS)} | patched, worst |")
+    print(f"| family | {' | '.join(f'`{form}`' for form in FORMS)} | patched, worst |")
     print("|---|---|---|---|---|")
     for name in FAMILIES:
         model = tiny(name)
         documents = [tokens(length) for length in LENGTHS]
-        cells = [packed_error(model, documents, options) for options in FORMS.values()]
+        cells = [packed_error(model, documents, form) for form in FORMS]
         with patch(model):
-            ours = [packed_error(model, documents, options) for options in FORMS.values()]
+            ours = [packed_error(model, documents, form) for form in FORMS]
         print(f"| {name} | {' | '.join(map(written, cells))} | {written(max(ours))} |")
 
 

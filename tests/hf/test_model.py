@@ -1,17 +1,18 @@
 """This library's model under transformers' interface: the same numbers, states and files."""
 
+import copy
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from deltarule.hf import DeltaruleConfig, DeltaruleForCausalLM, StateCache, byte_tokenizer, wrap
-from deltarule.hf.call import CACHE
+from deltarule.hf.hooks import CACHE
 from deltarule.models import CausalLM, CheckpointError, ModelConfig
-from hf.families import error
+from hf.families import FORMS, alone, collated, error, logits
 from hf.own_models import HYBRID, LAYERS, bytes_like, make
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -52,8 +53,8 @@ def test_padding_on_either_side_is_nothing(model):
         cache = model(ids, attention_mask=mask)[CACHE]
         longer = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
         ours = model(following, attention_mask=longer, past_key_values=cache).logits[0, -1]
-        alone = model(torch.cat([ids[:1, :13], following[:1]], 1)).logits[0, -1]
-    assert error(ours, alone) < 5e-6
+        single = model(torch.cat([ids[:1, :13], following[:1]], 1)).logits[0, -1]
+    assert error(ours, single) < 5e-6
 
 
 def test_beams(model):
@@ -109,18 +110,12 @@ def test_crop_across_calls(model):
             cache.crop(-20)
 
 
-@pytest.mark.parametrize(
-    "form", [{}, {"return_flash_attn_kwargs": True}, {"return_seq_idx": True}], ids=str
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_packed_documents_stay_apart(model, form):
     documents = [bytes_like(length) for length in (13, 1, 40, 16)]
-    batch = DataCollatorWithFlattening(return_tensors="pt", **form)(
-        [{"input_ids": document.tolist()} for document in documents]
-    )
     model.train()
-    alone = torch.cat([model(document[None]).logits for document in documents], 1)
-    out = model(**batch)
-    assert error(out.logits, alone) < 5e-6
+    out = model(**collated(documents, form))
+    assert error(out.logits, alone(model, documents)) < 5e-6
     assert getattr(out, CACHE) is None
     losses = [
         model(document[None], labels=document[None]).loss
@@ -136,9 +131,8 @@ def test_documents_in_several_rows():
     lengths = ((5, 9, 6), (20,))
     ids = bytes_like(2, 20)
     places = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    parts = [ids[i, None].split(row, 1) for i, row in enumerate(lengths)]
-    alone = torch.cat([torch.cat([model(part).logits for part in row], 1) for row in parts])
-    assert error(model(ids, position_ids=places, use_cache=False).logits, alone) < 5e-6
+    expected = [alone(model, row.split(sizes)) for row, sizes in zip(ids, lengths, strict=True)]
+    assert error(logits(model, ids, position_ids=places), torch.cat(expected)) < 5e-6
     with pytest.raises(ValueError, match="past_key_values"):
         model(ids, seq_idx=places, past_key_values=model(ids)[CACHE])
 
@@ -169,7 +163,7 @@ def test_shards(tmp_path):
 def test_gates_stay_in_float32(model, tmp_path):
     model.save_pretrained(tmp_path)
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    own = make_again(model).bfloat16()
+    own = copy.deepcopy(model.model).bfloat16()
     exact = {name for name, p in own.named_parameters() if p.dtype == torch.float32}
     kept = {
         name.removeprefix("model.")
@@ -181,13 +175,6 @@ def test_gates_stay_in_float32(model, tmp_path):
     assert torch.equal(half(ids).logits, own(ids)[0])
     half.save_pretrained(tmp_path / "half")
     assert torch.equal(CausalLM.load(tmp_path / "half")(ids)[0], half(ids).logits)
-
-
-def make_again(model):
-    """A copy of the model itself."""
-    own = CausalLM(model.model.config)
-    own.load_state_dict(model.model.state_dict())
-    return own
 
 
 def test_an_untied_head(tmp_path):
@@ -268,31 +255,26 @@ def test_embeddings_can_be_replaced():
     assert model.get_output_embeddings() is None
 
 
-class TestTokenizer:
-    TEXT = "né \x00\n \t日本語 <|begin|>"
+def test_bytes_are_tokens():
+    tokenizer, raw = byte_tokenizer(), "né \x00\n \t日本語"
+    assert tokenizer(raw).input_ids == list(raw.encode())
+    assert tokenizer.decode(list(raw.encode())) == raw
+    assert len(tokenizer) == 257
+    special = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert special == (256, 256, 256)
+    every = [tokenizer.convert_ids_to_tokens(i) for i in range(256)]
+    assert len(set(every)) == 256
 
-    def test_bytes_are_tokens(self):
-        tokenizer = byte_tokenizer()
-        raw = "né \x00\n \t日本語"
-        assert tokenizer(raw).input_ids == list(raw.encode())
-        assert tokenizer.decode(list(raw.encode())) == raw
-        assert len(tokenizer) == 257
-        assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
-            256,
-        ) * 3
-        every = [tokenizer.convert_ids_to_tokens(i) for i in range(256)]
-        assert len(set(every)) == 256
 
-    def test_beside_a_model(self, tmp_path):
-        model = make(eos_token_id=256, pad_token_id=256)
-        model.save_pretrained(tmp_path)
-        byte_tokenizer().save_pretrained(tmp_path)
-        CausalLM.load(tmp_path)
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-        model = AutoModelForCausalLM.from_pretrained(tmp_path)
-        batch = tokenizer(["ab", "a longer row"], return_tensors="pt", padding=True)
-        assert batch.attention_mask[0].tolist() == [0] * 10 + [1, 1]
-        batch.pop("token_type_ids", None)
-        out = model.generate(**batch, **GREEDY)
-        assert isinstance(tokenizer.batch_decode(out)[0], str)
-        assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 256
+def test_a_tokenizer_beside_a_model(tmp_path):
+    make(eos_token_id=256, pad_token_id=256).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    CausalLM.load(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    batch = tokenizer(["ab", "a longer row"], return_tensors="pt", padding=True)
+    assert batch.attention_mask[0].tolist() == [0] * 10 + [1, 1]
+    batch.pop("token_type_ids", None)
+    out = model.generate(**batch, **GREEDY)
+    assert isinstance(tokenizer.batch_decode(out)[0], str)
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 256

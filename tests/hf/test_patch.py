@@ -10,18 +10,19 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers.models.mamba2 import modeling_mamba2
-from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
 from deltarule import BetaLogits, DecayLogits, hf, recurrent_step
 from deltarule.hf import patch, recurrence
-from deltarule.hf.call import CACHE
+from deltarule.hf.hooks import CACHE
 from hf.families import (
     FAMILIES,
     MULTIMODAL,
     VOCABULARY,
+    alone,
     cache_name,
     error,
+    in_one_row,
     logits,
     make,
     tiny,
@@ -29,41 +30,23 @@ from hf.families import (
 )
 
 
-def in_one_row(documents):
-    """The row, and its positions."""
-    places = torch.cat([torch.arange(len(document)) for document in documents])
-    return torch.cat(documents)[None], places[None]
+def test_what_is_replaced_and_taken_back_with_the_last_model_that_holds_it():
+    def places():
+        return modeling.torch_chunk_gated_delta_rule, modeling.Qwen3_5RMSNorm.forward
 
-
-def test_what_is_replaced_and_taken_back():
-    original = modeling_qwen3_5.torch_chunk_gated_delta_rule
-    norm = modeling_qwen3_5.Qwen3_5RMSNorm.forward
-    patched = patch(tiny("qwen3_5"))
-    assert "modeling_qwen3_5.torch_chunk_gated_delta_rule" in patched.replaced
-    assert "modeling_qwen3_5.causal_conv1d_fn" in patched.replaced
-    for name in ("RMSNorm", "RMSNormGated", "MLP"):
-        assert f"Qwen3_5{name}.forward" in patched.replaced
-    assert modeling_qwen3_5.Qwen3_5RMSNorm.forward is not norm
-    assert modeling_qwen3_5.torch_chunk_gated_delta_rule is not original
-    patched.unpatch()
-    patched.unpatch()
-    assert modeling_qwen3_5.torch_chunk_gated_delta_rule is original
-    assert modeling_qwen3_5.Qwen3_5RMSNorm.forward is norm
-
-
-def test_options_leave_things_alone():
+    originals = places()
+    first, second = patch(tiny("qwen3_5")), patch(tiny("qwen3_5"))
+    names = [f"Qwen3_5{name}.forward" for name in ("RMSNorm", "RMSNormGated", "MLP")]
+    names += [f"modeling_qwen3_5.{x}" for x in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")]
+    assert {*names} <= {*first.replaced}
+    for patched in (first, first):
+        patched.unpatch()
+        assert not any(x is y for x, y in zip(places(), originals, strict=True))
+    second.unpatch()
+    assert all(x is y for x, y in zip(places(), originals, strict=True))
     with patch(tiny("qwen3_5"), conv=False, packing=False, norms=False) as patched:
         left = ("conv", "mask", "Norm", "MLP")
         assert not any(part in name for name in patched.replaced for part in left)
-
-
-def test_functions_stay_for_the_last_model_that_holds_them():
-    original = modeling_mamba2.mamba2_chunk_scan
-    first, second = patch(tiny("mamba2")), patch(tiny("mamba2"))
-    first.unpatch()
-    assert modeling_mamba2.mamba2_chunk_scan is not original
-    second.unpatch()
-    assert modeling_mamba2.mamba2_chunk_scan is original
 
 
 @pytest.mark.parametrize("config", ["LlamaConfig", "Lfm2Config"])
@@ -84,8 +67,8 @@ def test_documents_in_several_rows(name):
     rows = [[tokens(n) for n in lengths] for lengths in ((5, 9, 6), (20,))]
     ids, places = (torch.cat(x) for x in zip(*map(in_one_row, rows), strict=True))
     with patch(model):
-        alone = [torch.cat([logits(model, d[None]) for d in row], 1) for row in rows]
-        assert error(logits(model, ids, position_ids=places), torch.cat(alone)) < 5e-6
+        expected = torch.cat([alone(model, row) for row in rows])
+        assert error(logits(model, ids, position_ids=places), expected) < 5e-6
 
 
 def test_documents_of_a_multimodal_wrapper():
@@ -93,9 +76,9 @@ def test_documents_of_a_multimodal_wrapper():
     model, documents = make(MULTIMODAL), [tokens(n) for n in (13, 40, 16)]
     ids, places = in_one_row(documents)
     with patch(model):
-        alone = torch.cat([logits(model, document[None]) for document in documents], 1)
+        expected = alone(model, documents)
         for given in (places, places.expand(4, 1, -1)):
-            assert error(logits(model, ids, position_ids=given), alone) < 5e-6
+            assert error(logits(model, ids, position_ids=given), expected) < 5e-6
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "mamba"])
@@ -106,9 +89,9 @@ def test_the_last_document_goes_on(name):
     layers = [i for i, kind in enumerate(model.config.layer_types) if kind == "linear_attention"]
     with patch(model), torch.no_grad():
         packed = model(ids, position_ids=places, use_cache=True)[key]
-        alone = model(documents[-1][None], use_cache=True)[key]
+        single = model(documents[-1][None], use_cache=True)[key]
     for layer in layers:
-        ours, theirs = (x.layers[layer].recurrent_states[0] for x in (packed, alone))
+        ours, theirs = (x.layers[layer].recurrent_states[0] for x in (packed, single))
         assert error(ours, theirs) < 5e-6
 
 
@@ -156,8 +139,7 @@ def test_packing_under_peft():
     documents = [tokens(n) for n in (7, 12)]
     ids, places = in_one_row(documents)
     with patch(model):
-        alone = torch.cat([logits(model, document[None]) for document in documents], 1)
-        assert error(logits(model, ids, position_ids=places), alone) < 5e-6
+        assert error(logits(model, ids, position_ids=places), alone(model, documents)) < 5e-6
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "minimax"])

@@ -2,11 +2,21 @@
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening
 
 from deltarule.hf import patch
-from deltarule.hf.call import CACHE
-from hf.families import FAMILIES, cache_name, error, logits, takes_positions, tiny, tokens
+from deltarule.hf.hooks import CACHE
+from hf.families import (
+    FAMILIES,
+    FORMS,
+    alone,
+    cache_name,
+    collated,
+    error,
+    logits,
+    takes_positions,
+    tiny,
+    tokens,
+)
 
 LENGTHS = (13, 1, 40, 16)
 RECURRENT = {"layer_types": ["linear_attention"] * 4}
@@ -76,28 +86,20 @@ def test_generate_gives_the_same_tokens(model):
         assert torch.equal(model.generate(ids, do_sample=False, num_beams=3, **options), beams)
 
 
-FORMS = {
-    "position_ids": {},
-    "cu_seq_lens_q": {"return_flash_attn_kwargs": True},
-    "seq_idx": {"return_seq_idx": True},
-}
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_packed_documents_stay_apart(name, form):
     model = tiny(name, **PACKED.get(name, {}))
     documents = [tokens(length) for length in LENGTHS]
-    collate = DataCollatorWithFlattening(return_tensors="pt", **FORMS[form])
-    batch = collate([{"input_ids": document.tolist()} for document in documents])
-    batch.pop("labels")
-    row, packing = batch.pop("input_ids"), {key: batch[key] for key in batch}
+    packing = collated(documents, form)
+    packing.pop("labels")
+    row = packing.pop("input_ids")
     with patch(model):
-        alone = torch.cat([logits(model, document[None]) for document in documents], 1)
-        assert error(logits(model, row, **packing), alone) < 5e-6
+        expected = alone(model, documents)
+        assert error(logits(model, row, **packing), expected) < 5e-6
         # Positions that run on are as good, since attention sees their differences only.
-        assert error(logits(model, row, **{form: packing[form]}), alone) < 5e-6
+        assert error(logits(model, row, **{form: packing[form]}), expected) < 5e-6
         model.train()
-        assert error(logits(model, row, **packing), alone) < 5e-6
+        assert error(logits(model, row, **packing), expected) < 5e-6
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"glm5_next"}))
@@ -115,8 +117,8 @@ def test_padding_on_the_right_is_not_in_the_state(name):
             history = torch.cat([ids[row, :length], following[row]])[None]
             out = model(history[:, :-1], use_cache=True)
             places = {} if not takes_positions(model) else {"position_ids": length.view(1, 1)}
-            alone = model(history[:, -1:], **{key: out[key]}, **places).logits
-            assert error(padded[row], alone[0]) < 1e-5
+            single = model(history[:, -1:], **{key: out[key]}, **places).logits
+            assert error(padded[row], single[0]) < 1e-5
 
 
 def test_states_after_padding_on_the_right():
@@ -125,7 +127,7 @@ def test_states_after_padding_on_the_right():
     mask = (torch.arange(40) < torch.tensor([[23], [40]])).long()
     with patch(model), torch.no_grad():
         padded = model(ids, attention_mask=mask, use_cache=True)[CACHE]
-        alone = model(ids[:1, :23], use_cache=True)[CACHE]
-    for ours, theirs in zip(padded.layers[:3], alone.layers[:3], strict=True):
+        single = model(ids[:1, :23], use_cache=True)[CACHE]
+    for ours, theirs in zip(padded.layers[:3], single.layers[:3], strict=True):
         assert error(ours.recurrent_states[0][0], theirs.recurrent_states[0][0]) < 1e-5
         assert error(ours.conv_states[0][0], theirs.conv_states[0][0]) < 1e-5

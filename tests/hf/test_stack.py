@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from deltarule.hf import patch
-from deltarule.hf.call import CACHE
+from deltarule.hf.hooks import CACHE
 from hf.families import error, tiny
 from hf.own_models import bytes_like, make
 

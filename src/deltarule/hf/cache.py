@@ -79,7 +79,8 @@ class StateCache(Cache):  # type: ignore[misc]
             self.state = state
             if kept:
                 tokens, mask = tokens[:, :kept], None if mask is None else mask[:, :kept]
-                self.state = read_again(Read(model, tokens, mask, state))
+                with torch.no_grad():
+                    self.state = model.hidden(tokens, state, mask=mask)[1]
                 self._reads.append(Read(model, tokens, mask, state))
         # A later crop goes back behind this one by a call at most.
         self._reads = self._reads[-1:]
@@ -130,9 +131,3 @@ class StateCache(Cache):  # type: ignore[misc]
 
     def __len__(self) -> int:
         return 0 if self.state is None else len(self.state)
-
-
-@torch.no_grad()
-def read_again(read: Read) -> ModelState:
-    """The state after the tokens."""
-    return read.model.hidden(read.tokens, read.state, mask=read.mask)[1]

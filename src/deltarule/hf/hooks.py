@@ -1,41 +1,101 @@
 """Hooks on a patched model: where documents begin, and which tokens are padding.
 
-They are partials of functions at module level, so that a hooked model can still be copied.
+They are partials of functions at module level, so that a hooked model can still be copied. What
+they find is a note to the functions that layers call: half of transformers' layers never see the
+offsets of packed documents, and none hands its padding mask on. A thread has one note at a time,
+since a layer calls its functions itself.
 """
 
+import dataclasses
 import inspect
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from deltarule.hf.call import CACHE_NAMES, NOTE, cache_of, call_packed
-from deltarule.hf.recurrence import AFRESH
+AFRESH = "packed documents start afresh: give them without past_key_values or cache_params"
+# What arguments of transformers are called that hold a cache: the first since 5.24.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+# What the cache of an output is called here, and of a call of a model of text.
+OUTPUTS = {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}
+CACHE = next(name for name in CACHE_NAMES if name in OUTPUTS)
+
+
+def cache_of(given: Mapping[str, Any]) -> Any:
+    """The cache among arguments, or None."""
+    return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+
+
+class Note(threading.local):
+    """The note of this thread."""
+
+    def __init__(self) -> None:
+        """Begin empty; Python calls this in each thread."""
+        # Offsets [N + 1] of the documents in all rows laid end to end; None: no packing.
+        self.cu_seqlens: Tensor | None = None
+        # Those of the models around the running one, the innermost last.
+        self.outer: list[Tensor | None] = []
+        # [B, T] bool, False at the padding of the running layer; None: no padding.
+        self.real: Tensor | None = None
+        # [B, D, W], the convolution's inputs up to each row's last real token, from the convolution
+        # to the hook after the layer; None: it was not asked for.
+        self.history: Tensor | None = None
+
+
+NOTE = Note()
+
+
+def call_packed(cu_seqlens: Tensor | None, function: Callable[..., Any], *args: Any) -> Any:
+    """The function's result, with documents that begin at these offsets."""
+    before, NOTE.cu_seqlens = NOTE.cu_seqlens, cu_seqlens
+    try:
+        return function(*args)
+    finally:
+        NOTE.cu_seqlens = before
+
+
+def padding_removed(real: Tensor | None, *gates: Tensor) -> tuple[Tensor, ...]:
+    """Gates [B, T, ...] with zeros at padding, where nothing is written and nothing decays."""
+    if real is None:
+        return gates
+    return tuple(gate.masked_fill(~real[(...,) + (None,) * (gate.ndim - 2)], 0) for gate in gates)
+
+
+def one_row(x: Tensor) -> Tensor:
+    """[B, T, ...] -> [1, B T, ...], as documents of several rows are given to an operator."""
+    return x.flatten(0, 1).unsqueeze(0)
+
+
+def last_documents(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:
+    """[B] the document that each row ends with."""
+    ends = torch.arange(1, batch + 1, device=cu_seqlens.device, dtype=cu_seqlens.dtype) * tokens
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), ends)
+
 
 # Where transformers keeps the function that checkpoints a layer.
 CHECKPOINT = "_gradient_checkpointing_func"
 
 
-def hook_packing(model: nn.Module, mixing: str | None) -> list[RemovableHandle]:
+def hook_packing(model: nn.Module, mixing: str | None, undo: ExitStack) -> None:
     """Find the documents at each call of the model, or of a model inside it.
 
     A wrapper such as PEFT's calls the forward of the model in it directly, past its hooks: then
     those of the backbone find them. `mixing` names a layer that mixes documents whatever is done
     here, so that packing is refused.
     """
-    handles = []
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             names = tuple(inspect.signature(type(module).forward).parameters)[1:]
             enter = partial(_enter_model, names, mixing)
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(_leave_model, always_call=True))
-    return handles
+            undo.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            undo.enter_context(module.register_forward_hook(_leave_model, always_call=True))
 
 
 def _enter_model(
@@ -55,7 +115,11 @@ def _enter_model(
             )
         NOTE.cu_seqlens = found
     if NOTE.cu_seqlens is not None and module.training:
-        keep_under_checkpointing(module)
+        # Every checkpointed layer remembers its documents; checkpointing may begin at any time.
+        for layer in module.modules():
+            function = layer.__dict__.get(CHECKPOINT)
+            if function is not None and not remembers(function):
+                layer.__dict__[CHECKPOINT] = partial(remembering, function)
 
 
 def _leave_model(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -132,14 +196,6 @@ def remembers(function: Any) -> bool:
     return isinstance(function, partial) and function.func is remembering
 
 
-def keep_under_checkpointing(model: nn.Module) -> None:
-    """Have every checkpointed layer remember its documents; checkpointing may begin at any time."""
-    for layer in model.modules():
-        function = layer.__dict__.get(CHECKPOINT)
-        if function is not None and not remembers(function):
-            layer.__dict__[CHECKPOINT] = partial(remembering, function)
-
-
 def forget_checkpointing(model: nn.Module) -> None:
     """Give every layer transformers' own function back."""
     for layer in model.modules():
@@ -148,15 +204,11 @@ def forget_checkpointing(model: nn.Module) -> None:
             layer.__dict__[CHECKPOINT] = function.args[0]
 
 
-def hook_padding(layers: list[nn.Module]) -> list[RemovableHandle]:
-    """Show each recurrent layer's padding mask to the functions that it calls."""
-    handles = []
-    for layer in layers:
-        handles.append(layer.register_forward_pre_hook(_enter_layer, with_kwargs=True))
-        handles.append(
-            layer.register_forward_hook(_leave_layer, with_kwargs=True, always_call=True)
-        )
-    return handles
+def hook_padding(layer: nn.Module, undo: ExitStack) -> None:
+    """Show a recurrent layer's padding mask to the functions that it calls."""
+    undo.enter_context(layer.register_forward_pre_hook(_enter_layer, with_kwargs=True))
+    leave = layer.register_forward_hook(_leave_layer, with_kwargs=True, always_call=True)
+    undo.enter_context(leave)
 
 
 def _enter_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The layers of transformers whose forward is replaced.
+"""What layers of transformers call, the short convolution, and those whose forward is replaced.
 
 MiniMax's calls no function that could be. The others make gates, and hand on logits in their place:
 the operators make gates of those, in the kernel of a step or in one for a whole sequence.
@@ -9,14 +9,86 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
 from transformers.integrations.accelerate import force_accelerate_hooks
 
-from deltarule.hf.call import NOTE, padding_removed
-from deltarule.hf.convolution import causal_conv1d_step, convolution, note_history
-from deltarule.hf.recurrence import Recurrence, gated_delta_rule, turned
+from deltarule.hf.hooks import NOTE, one_row, padding_removed
+from deltarule.hf.recurrence import Recurrence, first_given, gated_delta_rule, turned
+from deltarule.nn.layout import make_layout
 from deltarule.nn.linears import linears
+from deltarule.nn.short_conv import convolution_from_zeros
 from deltarule.ops import BetaLogits, DecayLogits
 from deltarule.ops.sequences import computed
+
+
+def causal_conv1d(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+) -> Tensor:
+    """[B, D, T] with taps [D, W] over a whole sequence; packed documents start afresh."""
+    note_history(hidden_states, weight)
+    return convolution(hidden_states, weight, bias, activation, cu_seq_lens_q)
+
+
+def note_history(hidden_states: Tensor, weight: Tensor) -> None:
+    """Keep the last real inputs [B, D, W] for the hook after the layer, where there is padding.
+
+    The layer may have put earlier inputs before the T tokens whose padding is known.
+    """
+    if (real := NOTE.real) is None:
+        return
+    taps, tokens = weight.shape[1], real.shape[1]
+    places = torch.arange(1, tokens + 1, device=real.device) * real
+    ends = places.amax(1) + hidden_states.shape[-1] - tokens
+    # Zeros before the first one.
+    padded = torch.nn.functional.pad(hidden_states, (taps, 0))
+    rows = ends.unsqueeze(1) + torch.arange(taps, device=real.device)
+    NOTE.history = padded.gather(2, rows.unsqueeze(1).expand(-1, hidden_states.shape[1], -1))
+
+
+def convolution(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    """The same of some channels, which leaves no note."""
+    x = hidden_states.transpose(1, 2)
+    shape, offsets = x.shape, first_given(cu_seqlens, NOTE.cu_seqlens)
+    x = x if offsets is None else one_row(x)
+    # SiLU is part of the kernel.
+    fused = activation in ("silu", "swish")
+    y = convolution_from_zeros(x, weight, make_layout(x, offsets, None), fused, bias)
+    y = y if fused else activated(y, activation)
+    return y.reshape(shape).transpose(1, 2)
+
+
+def causal_conv1d_step(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """[B, D, T] of one token or a few; the last inputs [B, D, W or more] move on in place."""
+    kept, taps = conv_state.shape[-1], weight.shape[-1]
+    inputs = torch.cat([conv_state, hidden_states.to(conv_state.dtype)], -1)
+    conv_state.copy_(inputs[..., -kept:])
+    windows = inputs[..., 1 + kept - taps :].unfold(-1, taps, 1)
+    # Not rounded before the sum.
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    y = (windows * weight.unsqueeze(1).to(wide)).sum(-1)
+    y = y if bias is None else y + bias.unsqueeze(-1)
+    return activated(y, activation).to(hidden_states.dtype)
+
+
+def activated(y: Tensor, activation: str | None) -> Tensor:
+    """The named function of transformers, or none."""
+    return y if activation is None else ACT2FN[activation](y)
 
 
 def lightning_attention(

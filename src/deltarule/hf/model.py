@@ -8,10 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from deltarule.hf.cache import StateCache
-from deltarule.hf.call import CACHE, cache_of, one_row
 from deltarule.hf.configuration import DeltaruleConfig
-from deltarule.hf.hooks import find_documents
-from deltarule.hf.recurrence import AFRESH
+from deltarule.hf.hooks import AFRESH, CACHE, cache_of, find_documents, one_row
 from deltarule.models import CausalLM, CheckpointError
 from deltarule.models.config import MODEL_TYPE
 from deltarule.nn import MIXERS
@@ -115,21 +113,25 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
         if output_attentions or output_hidden_states:
             raise ValueError("output_attentions and output_hidden_states are not supported")
         cache = past_key_values if cache is None else cache
-        documents = find_documents(
-            {"input_ids": input_ids, "attention_mask": attention_mask, "seq_idx": seq_idx,
-             "position_ids": position_ids, "cache": cache,
-             "cu_seq_lens_q": cu_seq_lens_q}
-        )  # fmt: skip
+        documents = find_documents({
+            "input_ids": input_ids, "attention_mask": attention_mask, "seq_idx": seq_idx,
+            "position_ids": position_ids, "cache": cache, "cu_seq_lens_q": cu_seq_lens_q,
+        })  # fmt: skip
         if documents is None:
             use_cache = not self.training if use_cache is None else use_cache
             cache = StateCache() if cache is None and use_cache else cache
-            x = self._continue(input_ids, attention_mask, cache)
+            mask = real_tokens(attention_mask, input_ids)
+            state = None if cache is None else cache.state
+            x, state = self.model.hidden(input_ids, state, mask=mask)
+            if cache is not None:
+                cache.advance(self.model, input_ids, mask, state)
         else:
-            x, cache = self._packed(input_ids, documents, cache), None
-        if isinstance(logits_to_keep, Tensor):
-            logits = self.model.logits(x[:, logits_to_keep])
-        else:
-            logits = self.model.logits(x[:, -logits_to_keep:])
+            if cache is not None and cache.state is not None:
+                raise ValueError(AFRESH)
+            x, _ = self.model.hidden(one_row(input_ids), cu_seqlens=documents)
+            x, cache = x.view(*input_ids.shape, -1), None
+        kept = logits_to_keep
+        logits = self.model.logits(x[:, kept if isinstance(kept, Tensor) else slice(-kept, None)])
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -138,22 +140,6 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
             )  # fmt: skip
         out = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
         return out.to_tuple() if return_dict is False else out
-
-    def _continue(
-        self, tokens: Tensor, attention_mask: Tensor | None, cache: StateCache | None
-    ) -> Tensor:
-        mask = real_tokens(attention_mask, tokens)
-        state = None if cache is None else cache.state
-        x, state = self.model.hidden(tokens, state, mask=mask)
-        if cache is not None:
-            cache.advance(self.model, tokens, mask, state)
-        return x
-
-    def _packed(self, tokens: Tensor, documents: Tensor, cache: StateCache | None) -> Tensor:
-        if cache is not None and cache.state is not None:
-            raise ValueError(AFRESH)
-        x, _ = self.model.hidden(one_row(tokens), cu_seqlens=documents)
-        return x.view(*tokens.shape, -1)
 
     def get_output_embeddings(self) -> nn.Linear | None:
         """Return the head; None where it is the embedding."""

@@ -4,14 +4,19 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import nn
 
-from deltarule.hf.convolution import causal_conv1d, causal_conv1d_step
 from deltarule.hf.hooks import forget_checkpointing, hook_packing, hook_padding, with_documents
-from deltarule.hf.layers import forget_gate, gated_delta_layer, lightning_attention
+from deltarule.hf.layers import (
+    causal_conv1d,
+    causal_conv1d_step,
+    forget_gate,
+    gated_delta_layer,
+    lightning_attention,
+)
 from deltarule.hf.norms import NORMS
 from deltarule.hf.recurrence import (
     gated_delta_rule,
@@ -104,56 +109,57 @@ def patch(
 
     Source: the names and signatures of transformers 5.23 and 5.24.
     """
-    return Patch(model, conv=conv, packing=packing, norms=norms)
+    found = replacements(model, conv=conv, packing=packing, norms=norms)
+    if not found:
+        raise ValueError(
+            f"model must have recurrent layers of transformers that deltarule runs, and "
+            f"{type(model).__name__} has none; see deltarule.hf.patch for the families"
+        )
+    undo = ExitStack()
+    undo.callback(forget_checkpointing, model)
+    for (owner, name), function in found.items():
+        original, holders = _HELD.get((owner, name), (getattr(owner, name), 0))
+        _HELD[owner, name] = original, holders + 1
+        if not holders:
+            setattr(owner, name, function)
+        undo.callback(release, (owner, name))
+    # The layers that call the functions: those with a short convolution, and those of FORWARDS.
+    for layer in filter(is_theirs, model.modules()):
+        if hasattr(layer, "conv1d") or type(layer).__name__ in FORWARDS:
+            hook_padding(layer, undo)
+    if packing:
+        hook_packing(model, mixing_attention(model), undo)
+    short = ((owner.__name__.rpartition(".")[2], name) for owner, name in found)
+    return Patch(tuple(map(".".join, short)), undo)
 
 
-class Patch:
+class Patch(AbstractContextManager["Patch"]):
     """What `patch` did.
-
-    Args:
-        model: As for `patch`.
-        conv: As for `patch`.
-        packing: As for `patch`.
-        norms: As for `patch`.
 
     Attributes:
         replaced: What was replaced, such as "modeling_qwen3_5.torch_chunk_gated_delta_rule".
     """
 
-    def __init__(self, model: nn.Module, *, conv: bool, packing: bool, norms: bool) -> None:
-        """Replace the functions and register the hooks."""
-        found = replacements(model, conv=conv, packing=packing, norms=norms)
-        if not found:
-            raise ValueError(
-                f"model must have recurrent layers of transformers that deltarule runs, and "
-                f"{type(model).__name__} has none; see deltarule.hf.patch for the families"
-            )
-        self._model = model
-        self._places = tuple(found)
-        short = ((owner.__name__.rpartition(".")[2], name) for owner, name in found)
-        self.replaced = tuple(map(".".join, short))
-        for place, function in found.items():
-            hold(place, function)
-        self._hooks = hook_padding(recurrent_layers(model))
-        if packing:
-            self._hooks += hook_packing(model, mixing_attention(model))
+    def __init__(self, replaced: tuple[str, ...], undo: ExitStack) -> None:
+        """Note what takes it back; only `patch` makes one."""
+        self.replaced, self._undo = replaced, undo
 
     def unpatch(self) -> None:
         """Take it all back, once; functions stay while another patch of the family holds them."""
-        for place in self._places:
-            release(place)
-        for hook in self._hooks:
-            hook.remove()
-        forget_checkpointing(self._model)
-        self._places, self._hooks = (), []
-
-    def __enter__(self) -> "Patch":
-        """The patch is in place already."""
-        return self
+        self._undo.close()
 
     def __exit__(self, *_: object) -> None:
         """Unpatch."""
         self.unpatch()
+
+
+def release(place: Place) -> None:
+    """Give the original back with the last that holds the replacement."""
+    original, holders = _HELD.pop(place)
+    if holders > 1:
+        _HELD[place] = original, holders - 1
+    else:
+        setattr(*place, original)
 
 
 def replacements(
@@ -166,25 +172,25 @@ def replacements(
     if norms:
         classes = classes | NORMS
     found: dict[Place, Function] = {}
-    for file in modeling_files(model):
-        names = vars(file)
+    # The files of transformers that the model's layers are written in.
+    for file in dict.fromkeys(type(x).__module__ for x in model.modules() if is_theirs(x)):
+        module = sys.modules[file]
+        names = vars(module)
         if not any(name in names for name in (*RECURRENCES, *FORWARDS)):
             continue
         forwards = [name for name in classes if name in names]
         found |= {(names[name], "forward"): accepting(classes[name]) for name in forwards}
-        found |= {(file, name): accepting(functions[name]) for name in functions if name in names}
-        found |= {(file, name): _no_shortcut for name in SHORTCUTS if name in names}
+        found |= {(module, name): accepting(f) for name, f in functions.items() if name in names}
+        found |= {(module, name): _no_shortcut for name in SHORTCUTS if name in names}
         for name in MASKS if packing else ():
             if name in names:
-                original, _ = _HELD.get((file, name), (names[name], 0))
-                found[file, name] = with_documents(original)
+                original, _ = _HELD.get((module, name), (names[name], 0))
+                found[module, name] = with_documents(original)
     return found
 
 
-def modeling_files(model: nn.Module) -> list[ModuleType]:
-    """The files of transformers that the model's layers are written in."""
-    names = dict.fromkeys(type(module).__module__ for module in model.modules())
-    return [sys.modules[name] for name in names if name.startswith("transformers.models.")]
+def is_theirs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("transformers.models.")
 
 
 def mixing_attention(model: nn.Module) -> str | None:
@@ -198,34 +204,6 @@ def mixing_attention(model: nn.Module) -> str | None:
         if recurrent and hasattr(module, "indexer") and not any(name in names for name in MASKS):
             return type(module).__name__
     return None
-
-
-def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that call the functions: those with a short convolution, and those of FORWARDS."""
-    return [
-        module
-        for module in model.modules()
-        if type(module).__module__.startswith("transformers.models.")
-        and (hasattr(module, "conv1d") or type(module).__name__ in FORWARDS)
-    ]
-
-
-def hold(place: Place, function: Function) -> None:
-    """Put a replacement there, or count one more that holds it."""
-    owner, name = place
-    original, holders = _HELD.get(place, (getattr(owner, name), 0))
-    _HELD[place] = original, holders + 1
-    if not holders:
-        setattr(owner, name, function)
-
-
-def release(place: Place) -> None:
-    """Give the original back with the last that holds the replacement."""
-    original, holders = _HELD.pop(place)
-    if holders > 1:
-        _HELD[place] = original, holders - 1
-    else:
-        setattr(*place, original)
 
 
 def accepting(function: Function) -> Function:

@@ -4,18 +4,16 @@ Gated DeltaNet and KDA keep their state as [N, HV, K, V] there and as [N, HV, V,
 memory read in another order, so that nothing is copied from a token to the next.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule import RecurrentOutput, delta_rule, recurrent_step, selective_scan
-from deltarule.hf.call import NOTE, last_documents, one_row, padding_removed
+from deltarule.hf.hooks import AFRESH, NOTE, last_documents, one_row, padding_removed
 from deltarule.nn.gates import gate_of
 from deltarule.ops import BetaLogits, DecayLogits
-
-AFRESH = "packed documents start afresh: give them without past_key_values or cache_params"
 
 
 class Recurrence(NamedTuple):
@@ -38,18 +36,21 @@ class Recurrence(NamedTuple):
         copied = torch.is_grad_enabled()
         start = None if initial_state is None else initial_state.to(wide, copy=copied)
         beta, decay = None if self.beta is None else gate_of(self.beta), gate_of(self.log_decay)
-        if cu_seqlens is None:
-            return self._replace(beta=beta, log_decay=decay)._delta_rule(start, None, return_state)
-        if start is not None:
-            raise ValueError(AFRESH)
-        batch, tokens = self.v.shape[:2]
-        rows = self._replace(
-            q=one_row(self.q), k=one_row(self.k), v=one_row(self.v),
-            beta=None if beta is None else one_row(beta),
+        q, k, v = self.q, self.k, self.v
+        if cu_seqlens is not None:
+            if start is not None:
+                raise ValueError(AFRESH)
+            q, k, v = map(one_row, (q, k, v))
+            beta = None if beta is None else one_row(beta)
             # A constant decay [HV] stays as it is.
-            log_decay=decay if decay.ndim == 1 else one_row(decay),
+            decay = decay if decay.ndim == 1 else one_row(decay)
+        out = delta_rule(
+            q, k, v, beta=beta, log_decay=decay, scale=self.scale, normalize_qk=self.normalize_qk,
+            initial_state=start, cu_seqlens=cu_seqlens, return_state=return_state,
         )  # fmt: skip
-        o, state = rows._delta_rule(None, cu_seqlens, return_state)
+        if cu_seqlens is None:
+            return out
+        (o, state), (batch, tokens) = out, self.v.shape[:2]
         if state is not None:
             state = state[last_documents(cu_seqlens, batch, tokens)]
         return RecurrentOutput(o.unflatten(1, (batch, tokens)).squeeze(0), state)
@@ -68,15 +69,6 @@ class Recurrence(NamedTuple):
         if rows is not state:
             state.copy_(rows)
         return o
-
-    def _delta_rule(
-        self, start: Tensor | None, cu_seqlens: Tensor | None, return_state: bool
-    ) -> RecurrentOutput:
-        q, k, v, *options = self
-        named: dict[str, Any] = dict(zip(self._fields[3:], options, strict=True))
-        return delta_rule(
-            q, k, v, **named, initial_state=start, cu_seqlens=cu_seqlens, return_state=return_state
-        )
 
 
 def turned(state: Tensor | None) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deltarule.models.bytes import BEGIN
 
@@ -22,7 +23,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         >>> tokens("né").input_ids, tokens.decode([110, 195, 169])
         ([110, 195, 169], 'né')
     """
-    vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -32,14 +33,3 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
     assert made.convert_tokens_to_ids(BEGIN_TEXT) == BEGIN
     return made
-
-
-def byte_letters() -> list[str]:
-    """The letter that stands for each byte in tokenizer.json.
-
-    Printable characters of Latin-1 stand for themselves, the other bytes, in their order, for the
-    characters from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
