@@ -42,35 +42,26 @@ OTHER_NORMS = {
 }  # fmt: skip
 
 
-def hooked_functions(file: Path) -> dict[str, ast.FunctionDef]:
-    """Functions that look for a kernel and have a fallback, by name."""
-    text = file.read_text()
-    if DECORATOR not in text:
-        return {}
-    return {
-        node.name: node
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef)
-        and any(DECORATOR in ast.unparse(decorator) for decorator in node.decorator_list)
-    }
-
-
 @pytest.fixture(scope="module")
 def hooked() -> dict[str, dict[str, ast.FunctionDef]]:
-    """Those functions of every folder that has one."""
-    found = {file.parent.name: hooked_functions(file) for file in MODELS.glob("*/modeling_*.py")}
-    return {folder: functions for folder, functions in found.items() if functions}
+    """By folder and name, the functions that look for a kernel and have a fallback."""
+    texts = {file.parent.name: file.read_text() for file in MODELS.glob("*/modeling_*.py")}
+    return {
+        folder: {
+            node.name: node
+            for node in ast.parse(text).body
+            if isinstance(node, ast.FunctionDef)
+            and any(DECORATOR in ast.unparse(decorator) for decorator in node.decorator_list)
+        }
+        for folder, text in texts.items() if DECORATOR in text
+    }  # fmt: skip
 
 
-def test_every_folder_is_known(hooked):
+def test_every_folder_and_function_is_known(hooked):
     known = set(FAMILIES) - {"minimax"} | CONVOLUTIONAL
     assert set(hooked) <= known
     assert known - set(hooked) <= SINCE
-
-
-def test_every_function_is_known(hooked):
-    unknown = {name for functions in hooked.values() for name in functions} - KNOWN
-    assert not unknown
+    assert {name for functions in hooked.values() for name in functions} <= KNOWN
     for folder, functions in hooked.items():
         assert bool(functions.keys() & RECURRENCES.keys()) == (folder not in CONVOLUTIONAL)
 
@@ -101,21 +92,21 @@ def test_layers_call_the_functions_by_their_names(hooked):
         assert set(functions) - set(SHORTCUTS) <= called, folder
 
 
-def test_every_class_with_a_forward_of_ours_is_there_and_no_other_like_it():
-    kinds = "GatedDeltaNet|DeltaAttention|TextLinearAttention|LightningAttention|ForgetGate"
-    like = re.compile(rf"^class (\w*(?:{kinds}))\(", re.M)
-    texts = [file.read_text() for file in MODELS.glob("*/modeling_*.py")]
-    found = {name for text in texts for name in like.findall(text)}
-    known = {*FORWARDS, *GATED_LAYERS}
-    assert found <= known
-    assert known - found <= SINCE
+LAYERS = "GatedDeltaNet|DeltaAttention|TextLinearAttention|LightningAttention|ForgetGate"
 
 
-def test_every_norm_and_mlp_of_the_families_is_known():
-    files = [MODELS / folder / f"modeling_{folder}.py" for folder in FAMILIES]
-    texts = "".join(file.read_text() for file in files)
-    found = set(re.findall(r"^class (\w*(?:Norm|NormGated|MLP))\(", texts, re.M))
-    known = {*NORMS, *OTHER_NORMS}
+@pytest.mark.parametrize(
+    ("folders", "like", "known"),
+    [
+        (["*"], LAYERS, {*FORWARDS, *GATED_LAYERS}),
+        (FAMILIES, "Norm|NormGated|MLP", {*NORMS, *OTHER_NORMS}),
+    ],
+)
+def test_every_class_with_a_forward_of_ours_is_there_and_no_other_like_it(folders, like, known):
+    """Layers in all folders, norms and MLPs in those of the families."""
+    files = [file for folder in folders for file in MODELS.glob(f"{folder}/modeling_{folder}.py")]
+    texts = "".join(map(Path.read_text, files))
+    found = set(re.findall(rf"^class (\w*(?:{like}))\(", texts, re.M))
     assert found <= known
     assert known - found <= SINCE
 

@@ -75,48 +75,49 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def with_whole_filters(folder, config):
-    """Store each stream's filters whole: transformers cuts all of them in three equal parts."""
-    tensors = load_file(folder / WEIGHTS)
+def with_whole_filters(tensors, config):
+    """Each stream's filters whole: transformers cuts all of them in three equal parts."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     for i in range(3):
         names = [f"model.layers.{i}.linear_attn.{letter}_conv1d.weight" for letter in "qkv"]
         parts = torch.cat([tensors[name] for name in names]).split([keys, keys, values])
         tensors |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
+    return tensors
+
+
+def without_decays(tensors, config):
+    """Parameters alone: transformers stores the decays beside them, and needs them not."""
+    return {name: x for name, x in tensors.items() if not name.endswith(("_decay", "slope_rate"))}
+
+
+CHANGES = {"olmo_hybrid": with_whole_filters, "minimax": without_decays}
+
+
+def saved(folder, name, change=lambda tensors, config: tensors, **options):
+    """A model of transformers, and the folder that it has saved itself to, with changed tensors."""
+    model = tiny(name, **options)
+    model.save_pretrained(folder)
+    tensors = change(load_file(folder / WEIGHTS), model.config)
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-
-
-def without_decays(folder):
-    """Store parameters alone: transformers stores the decays beside them, and needs them not."""
-    tensors = load_file(folder / WEIGHTS)
-    kept = {name: x for name, x in tensors.items() if not name.endswith(("_decay", "slope_rate"))}
-    save_file(kept, folder / WEIGHTS, {"format": "pt"})
+    return model
 
 
 @pytest.fixture(params=CONFIGS)
 def case(request, tmp_path):
     """A model of transformers, the folder that it has saved itself to, and its model_type."""
     name, options = CONFIGS[request.param]
-    model = tiny(name, **options)
-    model.save_pretrained(tmp_path / "theirs")
-    if name == "olmo_hybrid":
-        with_whole_filters(tmp_path / "theirs", model.config)
-    if name == "minimax":
-        without_decays(tmp_path / "theirs")
+    changes = {"change": CHANGES[name]} if name in CHANGES else {}
+    model = saved(tmp_path / "theirs", name, **changes, **options)
     return model, tmp_path / "theirs", model.config.model_type
 
 
-def test_logits_are_those_of_the_familys_class(case):
+def test_logits_are_those_of_the_familys_class_in_every_way_of_reading(case):
     theirs, folder, _ = case
-    x = tokens(2, 70)
+    model, x = CausalLM.load(folder), tokens(2, 70)
     with torch.no_grad():
-        close(CausalLM.load(folder)(x)[0], theirs(x, use_cache=False).logits)
-
-
-def test_ways_of_reading(case):
-    with torch.no_grad():
-        check_ways_of_reading(CausalLM.load(case[1]), tokens(2, 40))
+        close(model(x)[0], theirs(x, use_cache=False).logits)
+        check_ways_of_reading(model, x[:, :40])
 
 
 def test_the_round_trip_is_bit_equal_and_transformers_reads_it(case, tmp_path):
@@ -154,22 +155,16 @@ def test_kimi_linear_with_a_lower_bound_of_its_decay(monkeypatch, tmp_path):
         ours.save(tmp_path / "again", "kimi_linear")
 
 
-def test_gradients_reach_every_parameter(case):
-    model = CausalLM.load(case[1])
+def test_gradients_reach_every_parameter_and_generated_tokens_are_the_likeliest(case):
+    model, prompt = CausalLM.load(case[1]), tokens(1, 12)
     model(tokens(1, 20))[0].square().mean().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
-
-
-def test_generated_tokens_are_the_likeliest(case):
-    model, prompt = CausalLM.load(case[1]), tokens(1, 12)
     made = model.generate(prompt.tolist(), max_new_tokens=10, temperature=0)[0]
     whole = torch.cat([prompt, torch.tensor([made])], 1)
     with torch.no_grad():
         assert model(whole)[0][0, 11:-1].argmax(-1).tolist() == made
-
-
-def test_rows_name_the_families_that_they_load(case):
-    parts = {part for name in CausalLM.load(case[1]).config.layer_types for part in name.split("+")}
+    # The table of systems names the families that its rows load.
+    parts = {part for name in model.config.layer_types for part in name.split("+")}
     rows = {row for row, system in SYSTEMS.items() if case[2] in checkpoints(system)}
     assert parts & {*MIXERS} == rows
 
@@ -198,37 +193,28 @@ def test_decays_that_follow_from_config_json_are_left_out(tmp_path):
 
 
 def test_experts_may_be_stored_in_one_tensor(tmp_path):
-    theirs = tiny("qwen3_5_moe")
-    theirs.save_pretrained(tmp_path)
-    state, apart = theirs.state_dict(), load_file(tmp_path / WEIGHTS)
-    tensors = {name: x for name, x in apart.items() if "experts." not in name}
-    tensors |= {name: x.clone() for name, x in state.items() if ".experts." in name}
-    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    together = {n: x for n, x in tiny("qwen3_5_moe").state_dict().items() if ".experts." in n}
+
+    def joined(tensors, config):
+        return {n: x for n, x in tensors.items() if "experts." not in n} | together
+
+    theirs = saved(tmp_path, "qwen3_5_moe", joined)
     x = tokens(2, 30)
     with torch.no_grad():
         close(CausalLM.load(tmp_path)(x)[0], theirs(x, use_cache=False).logits)
 
 
-def test_an_expert_that_is_missing_is_named(tmp_path):
-    tiny("qwen3_5_moe").save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / WEIGHTS)
-    del tensors[name := "model.layers.2.mlp.experts.3.up_proj.weight"]
-    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=re.escape(f"missing {plain_name(name)!r}")):
-        CausalLM.load(tmp_path)
-
-
-def test_experts_of_two_dtypes_are_named(tmp_path):
-    tiny("qwen3_5_moe").save_pretrained(tmp_path / "a")
-    tensors = load_file(tmp_path / "a" / WEIGHTS)
+def test_experts_that_are_missing_or_of_two_dtypes_are_named(tmp_path):
     name = "model.layers.2.mlp.experts.3.up_proj.weight"
-    tensors[name] = tensors[name].half()
-    save_file(tensors, tmp_path / "a" / WEIGHTS, {"format": "pt"})
-    for read in (CausalLM.load, lambda folder: convert(folder, tmp_path / "b")):
+    saved(tmp_path / "b", "qwen3_5_moe", lambda x, _: {n: y for n, y in x.items() if n != name})
+    with pytest.raises(CheckpointError, match=re.escape(f"missing {plain_name(name)!r}")):
+        CausalLM.load(tmp_path / "b")
+    saved(tmp_path / "a", "qwen3_5_moe", lambda x, _: x | {name: x[name].half()})
+    for read in (CausalLM.load, lambda folder: convert(folder, tmp_path / "c")):
         with pytest.raises(CheckpointError) as caught:
             read(tmp_path / "a")
         assert f"{WEIGHTS}: tensor '{name}' is torch.float16, but others of" in str(caught.value)
-    assert not (tmp_path / "b").exists()
+    assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize(

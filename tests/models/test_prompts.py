@@ -13,14 +13,9 @@ from deltarule.nn import MIXERS
 from models.checkpoints import MIXED, same_states
 from tolerance import relative_rms
 
+ALONE = ("gated_deltanet", "kda", "mamba2", "rwkv7", "titans_linear", "slstm")
 FAMILIES = {
-    "mixed": {},
-    "gated_deltanet": {"layer_types": "gated_deltanet", "num_layers": 2},
-    "kda": {"layer_types": "kda", "num_layers": 2},
-    "mamba2": {"layer_types": "mamba2", "num_layers": 2},
-    "rwkv7": {"layer_types": "rwkv7", "num_layers": 2},
-    "titans": {"layer_types": "titans_linear", "num_layers": 2},
-    "slstm": {"layer_types": "slstm", "num_layers": 2},
+    "mixed": {}, **{name: {"layer_types": name, "num_layers": 2} for name in ALONE},
     "attention": {"layer_types": "attention", "num_layers": 2, "num_kv_heads": 1},
     "latent attention": {"layer_types": "attention", "num_layers": 2, "kv_lora_rank": 8},
     "experts": {
