@@ -30,7 +30,8 @@ class Room:
     """
 
     def __init__(self) -> None:
-        self.whole: Tensor | None = None
+        # All of it, [..., sum of O], and its parts.
+        self.made: tuple[Tensor, tuple[Tensor, ...]] | None = None
         # Of each part with the columns that fill it up.
         self.sizes: list[int] = []
 
@@ -38,18 +39,16 @@ class Room:
         """Memory of the gradient by the part `like` [..., O]: among the others, or on its own."""
         if self.sizes[place] != like.shape[-1]:
             return like.new_empty(like.shape)
-        self.whole = self.made(like)
-        return self.slots(self.whole)[place]
+        self.made = self.new(like)
+        return self.made[1][place]
 
-    def slots(self, whole: Tensor) -> tuple[Tensor, ...]:
-        return whole.split_with_sizes(self.sizes, -1)
+    def new(self, like: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        whole = like.new_empty(*like.shape[:-1], sum(self.sizes))
+        return whole, whole.split_with_sizes(self.sizes, -1)
 
-    def made(self, like: Tensor) -> Tensor:
-        return like.new_empty(*like.shape[:-1], sum(self.sizes))
-
-    def take(self, like: Tensor) -> Tensor:
-        whole, self.whole = self.whole, None
-        return self.made(like) if whole is None else whole
+    def take(self, like: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        made, self.made = self.made, None
+        return self.new(like) if made is None else made
 
 
 class Convolved(NamedTuple):
@@ -99,17 +98,18 @@ def convolve_products(
     """Apply a layer's modules to x and convolve q, k and v in one node, if that is all they are."""
     convolutions = [parts[key] for key in CONVOLUTIONS]
     histories: list[Any] = [call.before.get(key) for key in CONVOLUTIONS]
-    joined = {name: x for name, x in modules.items() if type(x) is nn.Linear}
-    if [*joined][:3] != [*"qkv"]:
+    joined = [name for name, x in modules.items() if type(x) is nn.Linear]
+    if joined[:3] != [*"qkv"]:
         return False
-    of_all = tuple(joined.values()), convolutions, histories, call.layout
+    of_all = [modules[name] for name in joined], convolutions, histories, call.layout
     if (found := convolved_products(call.x, *of_all)) is None:
         return False
-    others = {name: module for name, module in modules.items() if name not in joined}
-    call.projected.update({name: linear(call.x, module) for name, module in others.items()})
-    call.projected.update(zip([*joined][3:], found.others, strict=True))
+    if len(joined) < len(modules):
+        others = {name: module for name, module in modules.items() if name not in joined}
+        call.projected.update({name: linear(call.x, module) for name, module in others.items()})
+    call.projected.update(zip(joined[3:], found.others, strict=True))
     if "g" in joined:
-        call.gate_slot = partial(found.room.slot, [*joined].index("g"))
+        call.gate_slot = partial(found.room.slot, joined.index("g"))
     call.keep_convolved(convolutions, found.streams, histories, found.y, found.after)
     return True
 
@@ -140,8 +140,7 @@ class ConvolvedProducts(torch.autograd.Function):
         x, whole, *given = ctx.saved_tensors
         count = ctx.count
         inputs = fused.ShortConvs._make([*given, *ctx.activated])
-        d_all = ctx.room.take(inputs.q)
-        slots = ctx.room.slots(d_all)
+        d_all, slots = ctx.room.take(inputs.q)
         pairs = zip(inputs[:3], d_outputs[:3], strict=True)
         d_y = [torch.zeros_like(y) if d is None else d for y, d in pairs]
         # What has been written to its slot is there; no gradient is zeros.
