@@ -230,7 +230,7 @@ def entropy(vocab: int = 50, *, linear: bool = False) -> Neighbour:
     def fused(x: Tensors) -> tuple[Tensor, ...]:
         placed = targets.to(x["x"].device)
         if not linear:
-            return (loss._run_triton(loss._Call(x["x"], placed, -100)),)
+            return (loss._run_triton(cross_entropy.CrossEntropy(x["x"], placed, -100)),)
         dtype = x["x"].dtype
         options = (x["x"], x["weight"], placed, -100, dtype, True, True)
         return (cross_entropy.linear_cross_entropy(*options),)

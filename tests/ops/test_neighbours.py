@@ -28,6 +28,7 @@ from deltarule.ops.delta_rule import gate_logits
 from deltarule.ops.fused import gates as gate_ops
 from deltarule.ops.fused import norms as sum_ops
 from deltarule.ops.fused import short_conv as conv_ops
+from deltarule.ops.fused.cross_entropy import CrossEntropy
 from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -210,7 +211,7 @@ def test_extreme_gate_logits(logit) -> None:
 
 
 def test_a_wrong_target_gives_nan_instead_of_a_wrong_read() -> None:
-    call = loss._Call(torch.randn(2, 5), torch.tensor([1, 10**6]), -100)
+    call = CrossEntropy(torch.randn(2, 5), torch.tensor([1, 10**6]), -100)
     assert loss._run_triton(call).isnan()
 
 
