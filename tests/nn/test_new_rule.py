@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from deltarule.models import CausalLM, ModelConfig
-from deltarule.nn import KDA, MIXERS, DeltaMixer, Mamba1, Mesa, Rule, parameter_roles
+from deltarule.nn import KDA, MIXERS, RWKV7, DeltaMixer, Mamba1, Mesa, Rule, parameter_roles
 from models.checkpoints import check_ways_of_reading
 
 # ---- what would be nn/coupled.py ----------------------------------------------------------------
@@ -90,5 +90,8 @@ def test_help_shows_the_options_that_a_layer_takes():
     assert "feature_map:" in KDA.__doc__
     assert "normalizer:" not in KDA.__doc__
     assert "num_v_heads" not in Mesa.__doc__
+    assert "Defaults: head_k_dim = hidden_size / heads, head_v_dim = head_k_dim, a" in KDA.__doc__
+    assert "an output gate (sigmoid), beta_max = 1" in KDA.__doc__
+    assert "an output gate.\n" in RWKV7.__doc__
     assert inspect.signature(KDA).parameters["beta_max"].annotation == (float | None)
     assert "beta_max" in inspect.signature(Coupled).parameters

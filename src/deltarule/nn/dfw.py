@@ -31,8 +31,8 @@ def arguments(
 class DecayingFastWeights(Mixer):
     """Decaying fast weights: S = Diag(b) S Diag(a) + v k^T, o = S q, then a norm of each head.
 
-    The biases of both gates start at 4 and the norm is this library's; the paper fine-tunes pre-
-    trained attention and adds neither.
+    The biases of both gates start at 4 and the norm is this library's; the paper fine-tunes
+    pre-trained attention and adds neither.
 
     Examples:
         >>> y, state = DecayingFastWeights(32, num_heads=2)(torch.zeros(1, 5, 32))

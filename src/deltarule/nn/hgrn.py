@@ -76,9 +76,9 @@ class HGRN(LowerBounds, VectorMixer):
 
     a = lb + (1 - lb) sigmoid(a_proj x), c = SiLU(v_proj x). c and h are complex: the first half of
     a head's channels has the real parts. theta is learned for each channel, from 10000^(-2 i / D);
-    the least decay lb grows with depth, as in `HGRN2`. The state's `recurrent` [N, H, head_v_dim,
-    1] is e^{-i theta (t - 1)} h after `length` [N] = t tokens. Half of a head's channels are real
-    parts; a norm goes over all heads together.
+    the least decay lb grows with depth, as in `HGRN2`. The state's `recurrent`
+    [N, H, head_v_dim, 1] is e^{-i theta (t - 1)} h after `length` [N] = t tokens. A norm goes over
+    all heads together.
 
     Examples:
         >>> y, state = HGRN(32, num_heads=2)(torch.zeros(1, 5, 32))

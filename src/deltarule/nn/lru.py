@@ -25,11 +25,11 @@ SMALLEST = 1e-4
 class LRU(VectorMixer):
     """LRU: h = lambda h + gamma * (B u), o = Re(C h) + D * u, where u = v_proj x; then GELU.
 
-    Each head has matrices of its own: with one head they are the paper's. B [H, 2, K, V] and C [H,
-    2, V, K] have the real part first. The state's `recurrent` [N, H, 2 K, 1] is e^{-i exp(theta) (t
-    - 1)} h after `length` [N] = t tokens. The paper's GLU after the layer is left to the MLP of the
-    model. head_k_dim complex numbers are kept. Eigenvalues start uniform on the unit disc, gamma at
-    sqrt(1 - |lambda|^2).
+    Each head has matrices of its own: with one head they are the paper's. B [H, 2, K, V] and
+    C [H, 2, V, K] have the real part first. The state's `recurrent` [N, H, 2 K, 1] is
+    e^{-i exp(theta) (t - 1)} h after `length` [N] = t tokens. The paper's GLU after the layer is
+    left to the MLP of the model. head_k_dim complex numbers are kept. Eigenvalues start uniform on
+    the unit disc, gamma at sqrt(1 - |lambda|^2).
 
     Examples:
         >>> y, state = LRU(32, num_heads=2)(torch.zeros(1, 5, 32))

@@ -57,7 +57,7 @@ class Mixer(Frame):
         mini_batch: Tokens whose inner gradients are taken at one memory. None: 16.
         spectrum: Where the complex eigenvalues of S4D start: "legs", those of HiPPO-LegS; "inv" or
             "lin", the paper's two that are like it. None: "legs".
-        window: Tokens that attention sees, or of a segment. None: the layer's default.
+        window: Tokens that attention sees, or of a segment. None: 128.
         num_persistent: Learned tokens before every document. None: 4.
         rope_theta: Base of the rotary wavelengths. None: 10000.
         norm_eps: Added to the mean square in the norm of the output.

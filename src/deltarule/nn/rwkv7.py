@@ -56,7 +56,8 @@ class RWKV7(ShiftedMixer):
     Every projection reads x mixed with the token before (token shift: `shift` [N, hidden_size] in
     the state). With `shared`, layers after the first mix their values with the first layer's;
     without, or as the first, a layer uses its own. Group norm with eps 64e-5 whatever norm_eps; the
-    paper's heads have 64 channels.
+    output gate has its sigmoid between two maps, and nothing after them. The paper's heads have 64
+    channels.
 
     Examples:
         >>> y, state = RWKV7(32, num_heads=2)(torch.zeros(1, 5, 32))
@@ -85,6 +86,10 @@ class RWKV7(ShiftedMixer):
     value_bias: nn.Parameter | None
     erase_proj: nn.Module
     value_proj: nn.Module | None
+
+    @classmethod
+    def defaults(cls) -> str:
+        return super().defaults().replace(f" ({cls.gate_activation})", "")
 
     def find_place(self, layer_types: Sequence[str], layer_index: int) -> None:
         """Let the first layer of this kind, which has no values to mix with, keep its own."""

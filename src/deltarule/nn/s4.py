@@ -66,9 +66,11 @@ class S4(ScanMixer):
     Nothing but v depends on the input. The layer around it is Mamba's block, as in the ablations of
     arXiv 2312.00752; `S4D` has the complex diagonal of S4's own release.
 
-    Attributes: convolves: Whether calls of many tokens are one long convolution in place of a scan:
-    the convolution mode. Packed and padded calls are scans either way. exp(A_log) starts from 1 to
-    16, dt log-uniform in [1e-3, 1e-1], B at dt, C normal, D at ones.
+    exp(A_log) starts from 1 to 16, dt log-uniform in [1e-3, 1e-1], B at dt, C normal, D at ones.
+
+    Attributes:
+        convolves: Whether calls of many tokens are one long convolution in place of a scan: the
+            convolution mode. Packed and padded calls are scans either way.
 
     Examples:
         >>> y, state = S4(32, num_heads=1)(torch.zeros(1, 5, 32))
