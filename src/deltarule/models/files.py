@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,14 +159,14 @@ def _shards(folder: Path) -> Mapping[Path, set[str] | None]:
         weight_map: dict[str, str] = fitted(dict[str, str], index, "weight_map")
         if not weight_map:
             raise ValueError("weight_map names no tensor")
-        shards: dict[Path, set[str]] = {}
-        for name, shard in sorted(weight_map.items(), key=itemgetter(1)):
+        shards: dict[str, set[str]] = {}
+        for name, shard in weight_map.items():
             if not shard.endswith(".safetensors"):
                 raise ValueError(
                     f"weight_map[{name!r}] must name a .safetensors file, got {shard!r}"
                 )
-            shards.setdefault(_inside(folder, shard), set()).add(plain_name(name))
-    return shards
+            shards.setdefault(shard, set()).add(plain_name(name))
+        return {_inside(folder, shard): names for shard, names in sorted(shards.items())}
 
 
 def _inside(folder: Path, name: str) -> Path:
