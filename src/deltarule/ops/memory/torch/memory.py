@@ -135,10 +135,10 @@ def scan(
     mini-batches between them once more, unless all of them are small.
     """
     scanned: Callable[..., tuple[Tensor, Memory]] = _scan_group
-    size = layout.steps * sum(x.nbytes for maps in memory for x in maps)
-    # Function transforms and the compiler do not follow saved-tensor hooks.
+    # Function transforms and the compiler do not follow saved-tensor hooks, nor ask for sizes.
     followed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if torch.is_grad_enabled() and size > KEPT and not followed:
+    saves = torch.is_grad_enabled() and not followed
+    if saves and layout.steps * sum(x.nbytes for maps in memory for x in maps) > KEPT:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         scanned = partial(checkpoint, _scan_group, **options)
     group = math.ceil(math.sqrt(layout.steps))
