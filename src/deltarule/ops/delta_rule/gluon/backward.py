@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deltarule.ops.delta_rule.gluon import which
 from deltarule.ops.delta_rule.gluon.gradient_memory import (
     Form,
     Pair,
@@ -57,6 +56,20 @@ from deltarule.ops.delta_rule.gluon.memory import (
     packed_bounds,
     square,
     there_of_state,
+)
+from deltarule.ops.delta_rule.gluon.which import (
+    BARE_WRITES,
+    BETAS,
+    ERASES,
+    FACTORS,
+    KEY_NORM,
+    OF_HELD,
+    OF_KEYS,
+    OF_QUERIES,
+    OF_WRITES,
+    QUERY_NORM,
+    READS,
+    WRITES,
 )
 
 # What is there, and what may be overwritten.
@@ -112,7 +125,7 @@ def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, FORM: gl.co
     d_o = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
     errors = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
     d_errors = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
-    factors = gl.allocate_shared_memory(gl.float32, [2 * which.FACTORS, CHUNK], PLAIN_1D)
+    factors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], PLAIN_1D)
     states = gl.allocate_shared_memory(dtype, [1, V, K], SQUARE)
     d_states = gl.allocate_shared_memory(dtype, [1, V, K], SQUARE)
     q = gl.allocate_shared_memory(dtype, [2, CHUNK, K], SQUARE)
@@ -253,7 +266,7 @@ def scan_back(shared, chunk_decay, at, n, d, K: gl.constexpr, V: gl.constexpr, F
     OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     dtype: gl.constexpr = tiles.q.dtype
-    row, keys = n % 2 * which.FACTORS, tiles.k.permute((1, 0))
+    row, keys = n % 2 * FACTORS, tiles.k.permute((1, 0))
     if FORM.DECAY:
         end = gl.load(chunk_decay + at.slot)
     low = d.to(dtype)
@@ -267,13 +280,13 @@ def scan_back(shared, chunk_decay, at, n, d, K: gl.constexpr, V: gl.constexpr, F
         p = warpgroup_mma(tiles.q, keys, p, use_acc=False, is_async=True)
     mbarrier.wait(barriers.full_o.index(0), n & 1)
     d_o = tiles.d_o.permute((1, 0)).load(TOKENS)
-    reads = tiles.factors.index(row + which.READS).load(TOKEN)[None, :]
+    reads = tiles.factors.index(row + READS).load(TOKEN)[None, :]
     read = (d_o.to(gl.float32) * reads).to(dtype)
     if FORM.SCORES:
         y = warpgroup_mma_wait(0, deps=(y,))
         right = d_o
         if FORM.DECAY or FORM.UNIT:
-            y *= tiles.factors.index(row + which.BARE_WRITES).load(TOKEN)[None, :]
+            y *= tiles.factors.index(row + BARE_WRITES).load(TOKEN)[None, :]
     else:
         y, p = warpgroup_mma_wait(0, deps=(y, p))
         leave_scores(tiles, p)
@@ -281,9 +294,9 @@ def scan_back(shared, chunk_decay, at, n, d, K: gl.constexpr, V: gl.constexpr, F
     y = warpgroup_mma(gl.convert_layout(right, OF_TOKENS), tiles.read_pairs, y, is_async=True)
     y = warpgroup_mma_wait(0, deps=(y,))
     if FORM.UNIT and not FORM.SCORES:
-        y *= tiles.factors.index(row + which.BARE_WRITES).load(TOKEN)[None, :]
+        y *= tiles.factors.index(row + BARE_WRITES).load(TOKEN)[None, :]
     if FORM.TIED:
-        beta = tiles.factors.index(row + which.BETAS).load(TOKEN)[None, :]
+        beta = tiles.factors.index(row + BETAS).load(TOKEN)[None, :]
         left = gl.convert_layout((y * beta).to(dtype), OF_TOKENS)
         y = warpgroup_mma(left, tiles.erase_pairs, y, is_async=True)
         y = warpgroup_mma_wait(0, deps=(y,))
@@ -293,7 +306,7 @@ def scan_back(shared, chunk_decay, at, n, d, K: gl.constexpr, V: gl.constexpr, F
         d *= end
     d = warpgroup_mma(gl.convert_layout(read, OF_STATE), tiles.q, d, is_async=True)
     if FORM.TIED:
-        erases = tiles.factors.index(row + which.ERASES).load(TOKEN)[None, :]
+        erases = tiles.factors.index(row + ERASES).load(TOKEN)[None, :]
         left = gl.convert_layout((y * erases).to(dtype), OF_STATE)
         d = warpgroup_mma(left, tiles.k, d, is_async=True)
     fence_async_shared()
@@ -323,7 +336,7 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
     ACROSS: gl.constexpr = halves(K)
     pairs = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
     nothing = gl.zeros([CHUNK, K], gl.float32, ACROSS)
-    row, phase, errors = n % 2 * which.FACTORS, n & 1, tiles.errors.permute((1, 0))
+    row, phase, errors = n % 2 * FACTORS, n & 1, tiles.errors.permute((1, 0))
     mbarrier.wait(barriers.full_e.index(0), phase)
     gp = warpgroup_mma(tiles.d_o, errors, pairs, use_acc=False, is_async=True)
     gm = gp
@@ -344,12 +357,12 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
     fence_async_shared()
     if FORM.TIED:
         read, erased = warpgroup_mma_wait(0, deps=(read, erased))
-        erased *= row_factor(tiles, row + which.ERASES, ACROSS)
+        erased *= row_factor(tiles, row + ERASES, ACROSS)
     else:
         read = warpgroup_mma_wait(0, deps=(read,))
     # Barriers of the role, too: GP and GM are there for all warps.
     mbarrier.arrive(barriers.empty_o.index(0))
-    read *= row_factor(tiles, row + which.READS, ACROSS)
+    read *= row_factor(tiles, row + READS, ACROSS)
     read = warpgroup_mma(tiles.read_pairs, tiles.k, read, is_async=True)
     if FORM.TIED:
         erased = warpgroup_mma(tiles.erase_pairs, tiles.k, erased, is_async=True)
@@ -372,7 +385,7 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
         read, written = warpgroup_mma_wait(0, deps=(read, written))
     mbarrier.arrive(barriers.empty_e.index(0))
     mbarrier.arrive(barriers.empty_s.index(0))
-    written *= row_factor(tiles, row + which.WRITES, ACROSS)
+    written *= row_factor(tiles, row + WRITES, ACROSS)
     d_k = written
     if FORM.TIED:
         d_k = written + erased
@@ -386,8 +399,8 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
     q_norm = gl.zeros([CHUNK, 1], gl.float32, ACROSS)
     k_norm = q_norm
     if FORM.UNIT:
-        q_norm = row_factor(tiles, row + which.QUERY_NORM, ACROSS)
-        k_norm = row_factor(tiles, row + which.KEY_NORM, ACROSS)
+        q_norm = row_factor(tiles, row + QUERY_NORM, ACROSS)
+        k_norm = row_factor(tiles, row + KEY_NORM, ACROSS)
     leave_keys(tiles, barriers, read, d_k, q_norm, k_norm, FORM.UNIT)
     return d
 
@@ -403,17 +416,17 @@ def inner_with_sums(tiles, barriers, of, phase, K: gl.constexpr, FORM: gl.conste
     if FORM.TIED:
         inner = warpgroup_mma(tiles.erase_pairs.permute((1, 0)), tiles.k, inner, is_async=True)
     mbarrier.wait(barriers.took_sums.index(0), phase ^ 1)
-    tiles.sums.index(which.OF_HELD).store(diagonal_halves(held))
+    tiles.sums.index(OF_HELD).store(diagonal_halves(held))
     q = tiles.q.load(ACROSS).to(gl.float32)
-    tiles.sums.index(which.OF_QUERIES).store(sums_of_halves(q * read, K))
+    tiles.sums.index(OF_QUERIES).store(sums_of_halves(q * read, K))
     k = tiles.k.load(ACROSS).to(gl.float32)
-    tiles.sums.index(which.OF_WRITES).store(sums_of_halves(k * written, K))
+    tiles.sums.index(OF_WRITES).store(sums_of_halves(k * written, K))
     inner = warpgroup_mma_wait(0, deps=(inner,))
     if FORM.TIED:
         later = erased - inner
     else:
         later = 0.0 - inner
-    tiles.sums.index(which.OF_KEYS).store(sums_of_halves(k * later, K))
+    tiles.sums.index(OF_KEYS).store(sums_of_halves(k * later, K))
     mbarrier.arrive(barriers.has_sums.index(0))
     return inner
 

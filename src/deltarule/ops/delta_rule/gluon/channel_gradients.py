@@ -37,7 +37,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deltarule.ops.delta_rule.gluon import which
 from deltarule.ops.delta_rule.gluon.channel_memory import SHIFT, UNSHIFT
 from deltarule.ops.delta_rule.gluon.gates import LOG2_E, add
 from deltarule.ops.delta_rule.gluon.gradient_memory import (
@@ -58,6 +57,7 @@ from deltarule.ops.delta_rule.gluon.gradients import (
 )
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, four, joined
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, barrier, new_barrier, square
+from deltarule.ops.delta_rule.gluon.which import ERASES, FACTORS, READS, WRITES
 
 # Rows and channels that a lane adds up together: the rows of a tile are swizzled by eights.
 EIGHT, CHANNELS = gl.constexpr(8), gl.constexpr(64)
@@ -113,7 +113,7 @@ def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, TIED: gl.co
     near = gl.allocate_shared_memory(dtype, [2, CHUNK, K], SQUARE)
     decays = gl.allocate_shared_memory(gl.float32, [CHUNK, K], square(2, 32))
     ends = gl.allocate_shared_memory(gl.float32, [2, K], PLAIN_1D)
-    factors = gl.allocate_shared_memory(gl.float32, [2 * which.FACTORS, CHUNK], PLAIN_1D)
+    factors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], PLAIN_1D)
     held = gl.allocate_shared_memory(gl.float32, [K, 2], PLAIN)
     parts = gl.allocate_shared_memory(gl.float32, [PARTS, K], PLAIN)
     return Tiles(
@@ -300,7 +300,7 @@ def around(shared, d_beta, at, n, K: gl.constexpr, V: gl.constexpr, FORM: gl.con
     ACROSS: gl.constexpr = halves(K)
     nothing = gl.zeros([CHUNK, K], gl.float32, ACROSS)
     pairs = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
-    row, errors = n % 2 * which.FACTORS, tiles.errors.permute((1, 0))
+    row, errors = n % 2 * FACTORS, tiles.errors.permute((1, 0))
     mbarrier.wait(barriers.full_o.index(0), n & 1)
     gp = warpgroup_mma(tiles.d_o, errors, pairs, use_acc=False, is_async=True)
     gm = gp
@@ -327,15 +327,15 @@ def around(shared, d_beta, at, n, K: gl.constexpr, V: gl.constexpr, FORM: gl.con
         written, read, erased, lower, upper = warpgroup_mma_wait(
             0, deps=(written, read, erased, lower, upper)
         )
-        erased *= row_factor(tiles, row + which.ERASES, ACROSS) * UNSHIFT
+        erased *= row_factor(tiles, row + ERASES, ACROSS) * UNSHIFT
     else:
         written, read, lower, upper = warpgroup_mma_wait(0, deps=(written, read, lower, upper))
         erased = read
     mbarrier.arrive(barriers.empty_o.index(0))
     tiles.held.slice(0, CHUNK).store(diagonal_halves(lower))
     tiles.held.slice(CHUNK, CHUNK).store(diagonal_halves(upper))
-    written *= row_factor(tiles, row + which.WRITES, ACROSS)
-    read *= row_factor(tiles, row + which.READS, ACROSS) * UNSHIFT
+    written *= row_factor(tiles, row + WRITES, ACROSS)
+    read *= row_factor(tiles, row + READS, ACROSS) * UNSHIFT
     mbarrier.arrive(barriers.empty.index(n % 2))
     return read, erased, written
 

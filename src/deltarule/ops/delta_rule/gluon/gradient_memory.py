@@ -13,10 +13,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from deltarule.ops.delta_rule.gluon import which
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds, square
 from deltarule.ops.delta_rule.gluon.movers import framed, place_of_rows, place_of_tile
+from deltarule.ops.delta_rule.gluon.which import FACTORS, PLACES
 from deltarule.ops.runtime import tensor_maps
 
 FAR = gl.constexpr(tensor_maps.FAR)
@@ -176,9 +176,7 @@ def places_of_rows(tiles, row, at, work, there, LAYOUT: gl.constexpr, FORM: gl.c
     """Where the gates of 64 tokens lie, as a column; and `there`, of those that are there."""
     o_r = gl.arange(0, CHUNK, LAYOUT)[:, None]
     if FORM.ENDS == "packed":
-        place = (
-            tiles.factors.index(row + which.PLACES).load(LAYOUT).to(gl.int32, bitcast=True)[:, None]
-        )
+        place = tiles.factors.index(row + PLACES).load(LAYOUT).to(gl.int32, bitcast=True)[:, None]
         there = there & (place >= 0)
     else:
         place = place_of_gates(at, work, o_r, FORM)
@@ -192,7 +190,7 @@ def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, FORM: gl.co
     SQUARE: gl.constexpr = square()
     d_o = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
     errors = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
-    factors = gl.allocate_shared_memory(gl.float32, [2 * which.FACTORS, CHUNK], PLAIN_1D)
+    factors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], PLAIN_1D)
     states = gl.allocate_shared_memory(dtype, [V, K], SQUARE)
     d_states = gl.allocate_shared_memory(dtype, [V, K], SQUARE)
     q = gl.allocate_shared_memory(dtype, [CHUNK, K], SQUARE)

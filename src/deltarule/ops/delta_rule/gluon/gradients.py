@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from deltarule.ops.delta_rule.gluon import which
 from deltarule.ops.delta_rule.gluon.gates import add
 from deltarule.ops.delta_rule.gluon.gradient_memory import (
     Barriers,
@@ -43,7 +42,33 @@ from deltarule.ops.delta_rule.gluon.memory import (
 )
 from deltarule.ops.delta_rule.gluon.products import finish, gradient_places, start, tell, value
 from deltarule.ops.delta_rule.gluon.score import NOTHING
-from deltarule.ops.delta_rule.triton import tiles as triton_tiles
+from deltarule.ops.delta_rule.gluon.which import (
+    BARE_WRITES,
+    BETAS,
+    ERASES,
+    FACTORS,
+    KEY,
+    KEY_NORM,
+    OF_HELD,
+    OF_KEYS,
+    OF_QUERIES,
+    OF_WRITES,
+    PLACES,
+    QUERY,
+    QUERY_NORM,
+    READS,
+    RESTS,
+    WHOLES,
+    WRITES,
+)
+from deltarule.ops.delta_rule.triton.tiles import BETA as SCALING_BETA
+from deltarule.ops.delta_rule.triton.tiles import ERASE_ROW as SCALING_ERASE_ROW
+from deltarule.ops.delta_rule.triton.tiles import READ as SCALING_READ
+from deltarule.ops.delta_rule.triton.tiles import RESET as SCALING_RESET
+from deltarule.ops.delta_rule.triton.tiles import REST as SCALING_REST
+from deltarule.ops.delta_rule.triton.tiles import SCALINGS
+from deltarule.ops.delta_rule.triton.tiles import WHOLE as SCALING_WHOLE
+from deltarule.ops.delta_rule.triton.tiles import WRITE as SCALING_WRITE
 
 # A sum of decays after the end of a sequence.
 LONG_AFTER = gl.constexpr(-1e30)
@@ -69,10 +94,10 @@ def leave_factors(shared, scalings, norms, scale, at, n, FORM: gl.constexpr):
     slot, phase = n % 2, (n // 2) & 1
     if FORM.TIED or FORM.DECAY:
         own = (at.slot // FORM.PER_GATE).to(gl.int64)
-        scaling = scalings + own * (triton_tiles.SCALINGS * CHUNK) + o_t
+        scaling = scalings + own * (SCALINGS * CHUNK) + o_t
     beta, query, key = one, one * scale, one
     if FORM.TIED:
-        beta = load_factor(scaling + triton_tiles.BETA * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
+        beta = load_factor(scaling + SCALING_BETA * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
     if FORM.UNIT:
         norm = norms + ((at.token + o_t) * work.heads + at.head) * 2
         query_norm = load_factor(norm, o_t, at.left, 0.0, FORM.ENDS)
@@ -80,33 +105,31 @@ def leave_factors(shared, scalings, norms, scale, at, n, FORM: gl.constexpr):
         query *= query_norm
     reads, erases, writes = query, key, key
     if FORM.DECAY:
-        reads = load_factor(scaling + triton_tiles.READ * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
-        erases = load_factor(scaling + triton_tiles.ERASE_ROW * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
-        writes = load_factor(scaling + triton_tiles.WRITE * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
+        reads = load_factor(scaling + SCALING_READ * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
+        erases = load_factor(scaling + SCALING_ERASE_ROW * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
+        writes = load_factor(scaling + SCALING_WRITE * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
         # After the end nothing is left of any token before, and no power is infinite.
-        whole = load_factor(
-            scaling + triton_tiles.WHOLE * CHUNK, o_t, at.left, LONG_AFTER, FORM.ENDS
-        )
-        rest = load_factor(scaling + triton_tiles.REST * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
+        whole = load_factor(scaling + SCALING_WHOLE * CHUNK, o_t, at.left, LONG_AFTER, FORM.ENDS)
+        rest = load_factor(scaling + SCALING_REST * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
     mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
-    row = slot * which.FACTORS
-    tiles.factors.index(row + which.READS).store(reads)
-    tiles.factors.index(row + which.ERASES).store(-erases * beta)
-    tiles.factors.index(row + which.WRITES).store(writes * beta)
-    tiles.factors.index(row + which.QUERY).store(query)
-    tiles.factors.index(row + which.KEY).store(key * beta)
-    tiles.factors.index(row + which.BETAS).store(beta)
-    tiles.factors.index(row + which.BARE_WRITES).store(writes)
+    row = slot * FACTORS
+    tiles.factors.index(row + READS).store(reads)
+    tiles.factors.index(row + ERASES).store(-erases * beta)
+    tiles.factors.index(row + WRITES).store(writes * beta)
+    tiles.factors.index(row + QUERY).store(query)
+    tiles.factors.index(row + KEY).store(key * beta)
+    tiles.factors.index(row + BETAS).store(beta)
+    tiles.factors.index(row + BARE_WRITES).store(writes)
     if FORM.UNIT:
-        tiles.factors.index(row + which.QUERY_NORM).store(query_norm * query_norm)
-        tiles.factors.index(row + which.KEY_NORM).store(key * key)
+        tiles.factors.index(row + QUERY_NORM).store(query_norm * query_norm)
+        tiles.factors.index(row + KEY_NORM).store(key * key)
     if FORM.DECAY:
-        tiles.factors.index(row + which.WHOLES).store(whole)
-        tiles.factors.index(row + which.RESTS).store(rest)
+        tiles.factors.index(row + WHOLES).store(whole)
+        tiles.factors.index(row + RESTS).store(rest)
     if FORM.ENDS == "packed":
         place = place_of_gates(at, work, o_t, FORM)
         place = gl.where(o_t < at.left, place, -1)
-        tiles.factors.index(row + which.PLACES).store(place.to(gl.float32, bitcast=True))
+        tiles.factors.index(row + PLACES).store(place.to(gl.float32, bitcast=True))
     mbarrier.arrive(barriers.full.index(slot))
 
 
@@ -144,15 +167,15 @@ def leave_decay_gradients(shared, of, at, n, FORM: gl.constexpr):
     g = load_factor(log_decay + row + (at.token % T + o_t) * s_token, o_t, at.left, 0.0, FORM.ENDS)
     whole = gl.load(chunk_decay + at.slot // FORM.PER_GATE)
     mbarrier.wait(barriers.has_sums.index(0), n & 1)
-    later = sum_of_row(tiles, which.OF_QUERIES, LINE) + sum_of_row(tiles, which.OF_KEYS, LINE)
-    before = sum_of_row(tiles, which.OF_WRITES, LINE)
-    held = whole * gl.sum(sum_of_row(tiles, which.OF_HELD, LINE), 0)
+    later = sum_of_row(tiles, OF_QUERIES, LINE) + sum_of_row(tiles, OF_KEYS, LINE)
+    before = sum_of_row(tiles, OF_WRITES, LINE)
+    held = whole * gl.sum(sum_of_row(tiles, OF_HELD, LINE), 0)
     mbarrier.arrive(barriers.took_sums.index(0))
     x = gl.associative_scan(later, 0, add, reverse=True) + held
     x += gl.associative_scan(before, 0, add) - before
     address = d_log_decay + place_of_gates(at, work, o_t, FORM)
     x = with_those_before(x, address, o_t < at.left, at, FORM.PER_GATE)
-    x = gl.where(g < triton_tiles.RESET, 0.0, x)
+    x = gl.where(g < SCALING_RESET, 0.0, x)
     if FORM.ENDS == "whole":
         gl.store(address, x)
     else:
@@ -197,23 +220,23 @@ def leave_pairs(tiles, row, gp, gm, TIED: gl.constexpr, DECAY: gl.constexpr):
     I: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     J: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     o_i, o_j = gl.arange(0, CHUNK, I)[:, None], gl.arange(0, CHUNK, J)[None, :]
-    factor = gl.expand_dims(tiles.factors.index(row + which.KEY).load(J), 0)
+    factor = gl.expand_dims(tiles.factors.index(row + KEY).load(J), 0)
     if DECAY:
         # What is left of token j at token i, where a pair is there; else 0.
         there = o_i >= o_j
-        ratio = tiles.factors.index(row + which.WHOLES).load(I)[:, None]
-        ratio = ratio - tiles.factors.index(row + which.WHOLES).load(J)[None, :]
-        rest = tiles.factors.index(row + which.RESTS).load(I)[:, None]
-        ratio += rest - tiles.factors.index(row + which.RESTS).load(J)[None, :]
+        ratio = tiles.factors.index(row + WHOLES).load(I)[:, None]
+        ratio = ratio - tiles.factors.index(row + WHOLES).load(J)[None, :]
+        rest = tiles.factors.index(row + RESTS).load(I)[:, None]
+        ratio += rest - tiles.factors.index(row + RESTS).load(J)[None, :]
         factor = gl.exp2(gl.where(there, ratio, NOTHING)) * factor
         gp = gp * factor
     else:
         gp = gl.where(o_i >= o_j, gp * factor, 0.0)
-    gp *= tiles.factors.index(row + which.QUERY).load(I)[:, None]
+    gp *= tiles.factors.index(row + QUERY).load(I)[:, None]
     tiles.read_pairs.store(gp.to(tiles.read_pairs.dtype))
     if TIED:
         gm = gl.where(o_i > o_j, gm * factor, 0.0)
-        gm *= -tiles.factors.index(row + which.KEY).load(I)[:, None]
+        gm *= -tiles.factors.index(row + KEY).load(I)[:, None]
         tiles.erase_pairs.store(gm.to(tiles.erase_pairs.dtype))
 
 
@@ -262,7 +285,7 @@ def store_beta_gradient(d_beta, tiles, row, at, work, x, FORM: gl.constexpr):
 def leave_values(tiles, barriers, x, row, slot, V: gl.constexpr):
     """dv = beta X to where X was."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // V, V // 8], [8, 1], [1, 0])
-    d_v = x.load(LAYOUT).to(gl.float32) * row_factor(tiles, row + which.BETAS, LAYOUT)
+    d_v = x.load(LAYOUT).to(gl.float32) * row_factor(tiles, row + BETAS, LAYOUT)
     x.store(d_v.to(x.dtype))
     fence_async_shared()
     mbarrier.arrive(barriers.has_values.index(slot))
@@ -288,13 +311,13 @@ def compute_role(shared, d_beta, places, K: gl.constexpr, V: gl.constexpr, FORM:
             )
             slot = (pair * FORM.GROUP + head) % 2
             if FORM.UNIT:
-                q_norm = row_factor(tiles, slot * which.FACTORS + which.QUERY_NORM, ACROSS)
-                k_norm = row_factor(tiles, slot * which.FACTORS + which.KEY_NORM, ACROSS)
+                q_norm = row_factor(tiles, slot * FACTORS + QUERY_NORM, ACROSS)
+                k_norm = row_factor(tiles, slot * FACTORS + KEY_NORM, ACROSS)
             mbarrier.arrive(barriers.empty.index(slot))
             if FORM.DECAY:
                 k, q = tiles.k.load(ACROSS).to(gl.float32), tiles.q.load(ACROSS).to(gl.float32)
-                tiles.sums.index(which.OF_QUERIES).store(sums_of_halves(q * read, K))
-                tiles.sums.index(which.OF_KEYS).store(sums_of_halves(k * (erased - inner), K))
+                tiles.sums.index(OF_QUERIES).store(sums_of_halves(q * read, K))
+                tiles.sums.index(OF_KEYS).store(sums_of_halves(k * (erased - inner), K))
                 mbarrier.arrive(barriers.has_sums.index(0))
             written += erased + inner
             d_q, d_k = d_q + read, d_k + written
@@ -317,7 +340,7 @@ def of_value_head(
     PAIRS: gl.constexpr = halves(CHUNK)
     pairs = gl.zeros([CHUNK, CHUNK], gl.float32, PAIRS)
     slot, place = n % 2, pair_of(n, work, FORM)
-    row = slot * which.FACTORS
+    row = slot * FACTORS
     mbarrier.wait(barriers.full.index(slot), (n // 2) & 1)
     errors = tiles.errors.index(slot).permute((1, 0))
     gp = start(places.read_pairs, tiles.d_o.index(slot), errors, pairs, False)
@@ -342,14 +365,14 @@ def of_value_head(
     mbarrier.arrive(barriers.empty_s.index(0))
     if FORM.DECAY:
         mbarrier.wait(barriers.took_sums.index(0), (n & 1) ^ 1)
-        tiles.sums.index(which.OF_HELD).store(diagonal_halves(value(held, PAIRS)))
-    written *= row_factor(tiles, row + which.WRITES, ACROSS)
-    read *= row_factor(tiles, row + which.READS, ACROSS)
+        tiles.sums.index(OF_HELD).store(diagonal_halves(value(held, PAIRS)))
+    written *= row_factor(tiles, row + WRITES, ACROSS)
+    read *= row_factor(tiles, row + READS, ACROSS)
     if head == 0:
         mbarrier.wait(barriers.full_k.index(0), pair & 1)
     inner = keys
     if FORM.TIED:
-        erased *= row_factor(tiles, row + which.ERASES, ACROSS)
+        erased *= row_factor(tiles, row + ERASES, ACROSS)
     if not FORM.DECAY:
         # Nobody asks for the parts: one sum, in fewer registers.
         inner, written = written, keys
@@ -366,7 +389,7 @@ def of_value_head(
     tell(places.has_keys)
     if FORM.DECAY:
         k = tiles.k.load(ACROSS).to(gl.float32)
-        tiles.sums.index(which.OF_WRITES).store(sums_of_halves(k * written, K))
+        tiles.sums.index(OF_WRITES).store(sums_of_halves(k * written, K))
     if FORM.VALUES:
         leave_values(tiles, barriers, tiles.d_errors.index(slot), row, slot, V)
     if FORM.TIED and FORM.DECAY:

@@ -23,8 +23,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from deltarule.ops.delta_rule.gluon import memory
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form, barrier, product, there_of_state
+from deltarule.ops.delta_rule.gluon.memory import (
+    BETA,
+    CHUNK,
+    END,
+    ERASE,
+    GATES,
+    PAIR_SLOTS,
+    READ,
+    VALUES,
+    WRITE,
+    Form,
+    barrier,
+    product,
+    there_of_state,
+)
 from deltarule.ops.delta_rule.gluon.movers import framed, place_of_rows
 from deltarule.ops.delta_rule.gluon.products import finish, operand, put, start, tell, value
 from deltarule.ops.delta_rule.gluon.score import finish_pairs, start_pairs
@@ -46,20 +59,20 @@ def state_role(
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
     dtype: gl.constexpr = tiles.q.dtype
-    o_v = PART * memory.VALUES + gl.arange(0, memory.VALUES, gl.SliceLayout(1, STATE))
+    o_v = PART * VALUES + gl.arange(0, VALUES, gl.SliceLayout(1, STATE))
     o_s = o_v[:, None] * FORM.KEYS + gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
-    there = there_of_state(o_v[:, None], K, PARTS * memory.VALUES, FORM, STATE)
+    there = there_of_state(o_v[:, None], K, PARTS * VALUES, FORM, STATE)
     if FORM.INITIAL:
         s = gl.load(initial_state + o_s, mask=there, other=0.0)
     else:
-        s = gl.zeros([memory.VALUES, K], gl.float32, STATE)
+        s = gl.zeros([VALUES, K], gl.float32, STATE)
     s = put(places.state, s)
-    zero = gl.zeros([memory.VALUES, CHUNK], gl.float32, TOKENS)
-    nothing = gl.zeros([memory.VALUES, QUERIES], gl.float32, READS)
+    zero = gl.zeros([VALUES, CHUNK], gl.float32, TOKENS)
+    nothing = gl.zeros([VALUES, QUERIES], gl.float32, READS)
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
-        pair_slot = i % memory.PAIR_SLOTS if FORM.TIED else slot
-        gate = slot * memory.GATES
+        pair_slot = i % PAIR_SLOTS if FORM.TIED else slot
+        gate = slot * GATES
         left = operand(places.low_state, value(s, STATE).to(dtype), OF_TOKENS)
         mbarrier.wait(barriers.full.index(slot), phase)
         q, k = tiles.q.index(slot).permute((1, 0)), tiles.k.index(slot).permute((1, 0))
@@ -80,7 +93,7 @@ def state_role(
             o = finish((o,), places.has_out, i & 1)
         o = value(o, READS)
         if FORM.DECAY or FORM.UNIT:
-            read = tiles.gates.index(gate + memory.READ).slice(0, QUERIES)
+            read = tiles.gates.index(gate + READ).slice(0, QUERIES)
             o = o * read.load(gl.SliceLayout(0, READS))[None, :]
         else:
             o = o * scale
@@ -95,7 +108,7 @@ def state_role(
             s = decayed(tiles, gate, places, s, K, FORM.DECAY)
         written = x
         if FORM.DECAY or FORM.UNIT:
-            written = x * tiles.gates.index(gate + memory.WRITE).load(TOKEN)[None, :]
+            written = x * tiles.gates.index(gate + WRITE).load(TOKEN)[None, :]
         low = operand(places.written, written.to(dtype), OF_STATE)
         s = start(places.state, low, tiles.k.index(slot), s)
         low, p = operand(places.low_values, x.to(dtype), OF_TOKENS), tiles.p.index(pair_slot)
@@ -116,7 +129,7 @@ def state_role(
             mbarrier.arrive(barriers.written.index(PART))
         elif FORM.TIED:
             errors = tiles.errors.index(PART)
-            place_of_errors = [number * CHUNK, PART * memory.VALUES]
+            place_of_errors = [number * CHUNK, PART * VALUES]
             tma.async_copy_shared_to_global(saved.errors, place_of_errors, errors)
     if FORM.SAVE:
         fence_async_shared()
@@ -136,7 +149,7 @@ def decayed(tiles, gate, places, s, K: gl.constexpr, DECAY: gl.constexpr):
     """S at the chunk's end, of what it was."""
     STATE: gl.constexpr = product(K)
     if DECAY:
-        end = tiles.gates.index(gate + memory.END).load(gl.SliceLayout(1, STATE))[:, None]
+        end = tiles.gates.index(gate + END).load(gl.SliceLayout(1, STATE))[:, None]
         s = put(places.state, value(s, STATE) * end)
     return s
 
@@ -152,7 +165,7 @@ def save_state(
     tiles.saved.index(PART).store(low)
     fence_async_shared()
     mbarrier.arrive(barriers.written.index(PART))
-    at = place_of_rows(saved.states, (number * PARTS + PART) * memory.VALUES, PARTS * memory.VALUES)
+    at = place_of_rows(saved.states, (number * PARTS + PART) * VALUES, PARTS * VALUES)
     x = framed(tiles.saved.index(PART), saved.states)
     tma.async_copy_shared_to_global(saved.states, at, x)
 
@@ -169,10 +182,10 @@ def written_values(
     TOKENS: gl.constexpr = product(CHUNK)
     TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
     dtype: gl.constexpr = tiles.q.dtype
-    gate, f = slot * memory.GATES, zero
+    gate, f = slot * GATES, zero
     kq = start_pairs(tiles, slot, places, PART * ROWS, ROWS)
-    erased *= tiles.gates.index(gate + memory.ERASE).load(TOKEN)[None, :]
-    beta = tiles.gates.index(gate + memory.BETA).load(TOKEN)[None, :]
+    erased *= tiles.gates.index(gate + ERASE).load(TOKEN)[None, :]
+    beta = tiles.gates.index(gate + BETA).load(TOKEN)[None, :]
     if FORM.SAVE:
         f = v.to(gl.float32) - erased
         w = f * beta
@@ -197,6 +210,6 @@ def written_values(
     errors = x
     if FORM.SAVE:
         errors = x.to(dtype)
-        x *= tiles.gates.index(gate + memory.BETA).load(TOKEN)[None, :]
-    mbarrier.wait(barriers.paired.index(pair_slot), (i // memory.PAIR_SLOTS) & 1)
+        x *= tiles.gates.index(gate + BETA).load(TOKEN)[None, :]
+    mbarrier.wait(barriers.paired.index(pair_slot), (i // PAIR_SLOTS) & 1)
     return s, x, errors

@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from deltarule.ops.delta_rule.triton import tiles
+from deltarule.ops.delta_rule.triton.tiles import LOG2_E
 from deltarule.ops.runtime.places import chunk_place, place_of
 
 # Queries, keys and gates of all rows, a triangle of ones, and where gradients go.
@@ -106,7 +107,7 @@ def add_value_head(
         b_turned2 = tl.trans(b_gm)
     b_g = tiles.load_tile(y.log_decay, at.first, at.head, i_k, o_t, m_g, o_k, S.HV, S.K, S)
     b_ones = tiles.load_chunk(y.ones, i_c * 0, 0, S.BT, S.BT, S.BT, S.TMA)
-    b_c = sum_rows(b_ones, b_g.to(tl.float32) * tiles.LOG2_E, low, S.PRECISION) + S.SHIFT
+    b_c = sum_rows(b_ones, b_g.to(tl.float32) * LOG2_E, low, S.PRECISION) + S.SHIFT
     # Sums never grow: that of all rows is the least.
     b_all = tl.exp2(tl.min(b_c, axis=0))
     b_lead, b_near = tl.exp2(b_c), tl.exp2(-b_c)

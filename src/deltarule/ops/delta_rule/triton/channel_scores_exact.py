@@ -22,6 +22,15 @@ import triton.language as tl
 
 from deltarule.ops.delta_rule.triton import channel_decay as decay
 from deltarule.ops.delta_rule.triton import channel_tiles as channels
+from deltarule.ops.delta_rule.triton.channel_decay import (
+    AFTER,
+    BEFORE,
+    BLOCK,
+    EARLY,
+    LATE,
+    LEAST,
+    ROWS,
+)
 from deltarule.ops.delta_rule.triton.tiles import BETA, SCALINGS, correction
 from deltarule.ops.runtime.places import chunk_place
 
@@ -43,25 +52,25 @@ Sources = namedtuple("Sources", "p_x p_y p_k norm_x norm_k o_x m_x s_x")
 @triton.jit
 def near_scores(b_x, b_y, b_g, BT: tl.constexpr, OWN: tl.constexpr):
     """x_i . y_j decay(j, i] pair by pair in the blocks on the diagonal: [BT, BT]."""
-    BLOCKS: tl.constexpr = BT // decay.BLOCK
+    BLOCKS: tl.constexpr = BT // BLOCK
     C: tl.constexpr = b_x.shape[1]
-    o_i = tl.arange(0, decay.BLOCK)[None, :, None]
-    b_x = tl.reshape(b_x, (BLOCKS, decay.BLOCK, C))
-    b_y = tl.reshape(b_y, (BLOCKS, decay.BLOCK, C))
-    b_g = tl.reshape(b_g, (BLOCKS, decay.BLOCK, C))
+    o_i = tl.arange(0, BLOCK)[None, :, None]
+    b_x = tl.reshape(b_x, (BLOCKS, BLOCK, C))
+    b_y = tl.reshape(b_y, (BLOCKS, BLOCK, C))
+    b_g = tl.reshape(b_g, (BLOCKS, BLOCK, C))
     o_r, o_c = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    same = o_r // decay.BLOCK == o_c // decay.BLOCK
+    same = o_r // BLOCK == o_c // BLOCK
     b_near = tl.zeros([BT, BT], tl.float32)
-    b_sum = tl.zeros([BLOCKS, decay.BLOCK, C], tl.float32)
-    for i_up in range(decay.BLOCK):
+    b_sum = tl.zeros([BLOCKS, BLOCK, C], tl.float32)
+    for i_up in range(BLOCK):
         # The sums after row j gain row j + 1 as j goes up the block.
-        j = decay.BLOCK - 1 - i_up
+        j = BLOCK - 1 - i_up
         last = o_i if OWN else o_i - 1
         b_next = tl.sum(tl.where(o_i == j + 1, b_g, 0.0), axis=1)[:, None, :]
         b_sum += tl.where(last > j, b_next, 0.0)
         b_column = tl.sum(tl.where(o_i == j, b_y, 0.0), axis=1)[:, None, :]
         b_pair = tl.reshape(tl.sum(b_x * b_column * tl.exp2(b_sum), axis=2), (BT,))
-        b_near = tl.where(same & (o_c % decay.BLOCK == j), b_pair[:, None], b_near)
+        b_near = tl.where(same & (o_c % BLOCK == j), b_pair[:, None], b_near)
     return b_near
 
 
@@ -101,7 +110,7 @@ def store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S: t
 @triton.jit
 def add_scores_below_bar(b_s, b_s2, p_g, p_s, e, o_r, rows, g, S: tl.constexpr, OWN: tl.constexpr):
     """Add the pairs that no product has: the columns below the bar, against their own block."""
-    if tl.load(p_s + decay.LEAST * S.K) < -S.BAR:
+    if tl.load(p_s + LEAST * S.K) < -S.BAR:
         # Few channels at a time: this path must not cost the others registers.
         for i_k in range(0, S.K, S.BN):
             o_n = i_k + tl.arange(0, S.BN)
@@ -117,7 +126,7 @@ def add_scores_below_bar(b_s, b_s2, p_g, p_s, e, o_r, rows, g, S: tl.constexpr, 
 @triton.jit
 def chunk_scores(x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr):
     """One chunk of one value head; of what each row reads, only the rows from `start` on."""
-    tl.static_assert(S.BT == 4 * decay.BLOCK)
+    tl.static_assert(S.BT == 4 * BLOCK)
     OWN: tl.constexpr = not S.ERASING_ROWS
     rows = tl.minimum(tokens, S.CT) * S.N_STEPS
     i_key = i_h // (S.HV // S.H)
@@ -141,7 +150,7 @@ def chunk_scores(x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr
     b_s, b_s2 = tl.zeros([S.BT, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
     if S.HAS_DECAY:
         p_g = decay.decays_of(g, first, i_h)
-        p_s = y.sums + i_slot * decay.ROWS * S.K
+        p_s = y.sums + i_slot * ROWS * S.K
         if OWN:
             decay.store_sums(p_g, p_s, rows, g, S)
             decay.store_block_decays(p_s, y.chunk_decay + i_slot * S.K, S)
@@ -158,7 +167,7 @@ def chunk_scores(x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr
             if S.ERASE != "none":
                 b_s2 = product(b_x2 * b_row, b_y2 * b_near, b_s2, S.PRECISION)
                 b_pair2 = product(b_x2 * b_row, b_y2 * b_tail, b_pair2, S.PRECISION)
-        m_own, m_pair = o_i // decay.BLOCK == o_j // decay.BLOCK, o_i // 32 == o_j // 32
+        m_own, m_pair = o_i // BLOCK == o_j // BLOCK, o_i // 32 == o_j // 32
         b_s = tl.where(m_own, b_s, tl.where(m_pair, b_pair, 0.0))
         b_s2 = tl.where(m_own, b_s2, tl.where(m_pair, b_pair2, 0.0))
     for i_k in range(0, S.K, S.BC):
@@ -170,10 +179,10 @@ def chunk_scores(x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr
             b_to = decay.lead_decay(p_s, o_r, o_k, S.K, OWN)
             b_lead = decay.load_sums(p_s, o_r, o_k, S.K)
             b_from = decay.tail_decay(p_s, b_lead, o_r, o_k, S.K, S.EXACT)
-            b_late = b_to * decay.of_block(p_s, decay.LATE, o_r, o_k, S.K)
-            b_early = b_from * decay.of_block(p_s, decay.EARLY, o_r, o_k, S.K)
-            b_to *= decay.of_block(p_s, decay.BEFORE, o_r, o_k, S.K)
-            b_from *= decay.of_block(p_s, decay.AFTER, o_r, o_k, S.K)
+            b_late = b_to * decay.of_block(p_s, LATE, o_r, o_k, S.K)
+            b_early = b_from * decay.of_block(p_s, EARLY, o_r, o_k, S.K)
+            b_to *= decay.of_block(p_s, BEFORE, o_r, o_k, S.K)
+            b_from *= decay.of_block(p_s, AFTER, o_r, o_k, S.K)
         store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S)
         b_s = product(b_x * b_late, b_y * b_early, b_s, S.PRECISION)
         if S.ERASE != "none":

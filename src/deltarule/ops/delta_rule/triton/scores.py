@@ -23,6 +23,17 @@ from deltarule.ops.delta_rule.triton import plan, tiles
 from deltarule.ops.delta_rule.triton.fetched import score_tiles
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, Shapes
 from deltarule.ops.delta_rule.triton.tile_sizes import configuration
+from deltarule.ops.delta_rule.triton.tiles import (
+    BETA,
+    ERASE_ROW,
+    LOG2_E,
+    LOWEST,
+    READ,
+    REST,
+    SCALINGS,
+    WHOLE,
+    WRITE,
+)
 from deltarule.ops.runtime.places import chunk_place
 
 # What scans may take scores of: they round q . k before it is scaled, for which float16 has no
@@ -49,12 +60,12 @@ def head_sums_kernel(
     m_h = (o_h < S.HV)[None, :]
     p_g = log_decay + (first // T) * s_decay_b + (first % T + o_r // S.N_STEPS)[:, None] * s_decay_t
     b_g = tl.load(p_g + o_h[None, :] * s_decay_h, mask=m_r[:, None] & m_h, other=0.0)
-    b_g = tl.maximum(b_g.to(tl.float32) * tiles.LOG2_E, tiles.LOWEST)
+    b_g = tl.maximum(b_g.to(tl.float32) * LOG2_E, LOWEST)
     whole = tl.floor(b_g + 0.5)
     whole, rest = tl.cumsum(whole, axis=0), tl.cumsum(b_g - whole, axis=0)
-    p_s = scalings + (i_m.to(tl.int64) * S.HV + o_h)[None, :] * tiles.SCALINGS * S.BT + o_r[:, None]
-    tl.store(p_s + tiles.WHOLE * S.BT, whole, mask=m_h)
-    tl.store(p_s + tiles.REST * S.BT, rest, mask=m_h)
+    p_s = scalings + (i_m.to(tl.int64) * S.HV + o_h)[None, :] * SCALINGS * S.BT + o_r[:, None]
+    tl.store(p_s + WHOLE * S.BT, whole, mask=m_h)
+    tl.store(p_s + REST * S.BT, rest, mask=m_h)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -74,7 +85,7 @@ def pair_scores_kernel(
     i_slot = i_m.to(tl.int64) * S.HV + i_h
     p_s = scalings
     if S.TIED or S.HAS_DECAY or S.UNIT_NORM:
-        p_s += i_slot * tiles.SCALINGS * S.BT
+        p_s += i_slot * SCALINGS * S.BT
     # Fetched before the tiles, so that the program waits for both at once; those of several steps
     # would take more registers than there are.
     if S.HAS_DECAY and S.N_STEPS == 1:
@@ -104,7 +115,7 @@ def pair_scores_kernel(
         p_beta = beta + (first // T) * s_beta_b + i_h * s_beta_h
         p_beta += (first % T * S.N_STEPS + o_r) * s_beta_t
         b_beta = tl.load(p_beta, mask=m_r, other=0.0).to(tl.float32)
-        tl.store(p_s + tiles.BETA * S.BT + o_r, b_beta)
+        tl.store(p_s + BETA * S.BT + o_r, b_beta)
         b_m = -tl.dot(b_k, tl.trans(b_k), input_precision=S.PRECISION)
         if S.UNIT_NORM:
             b_m *= b_key[:, None] * b_key[None, :]
@@ -120,12 +131,12 @@ def pair_scores_kernel(
         b_read *= tl.exp2(whole_q + rest_q)
         b_write = b_key * tiles.decay_ratio(whole_end, rest_end, whole, rest)
         b_key *= tl.exp2(whole + rest)
-        tl.store(p_s + tiles.WRITE * S.BT + o_r, b_write)
+        tl.store(p_s + WRITE * S.BT + o_r, b_write)
     elif S.UNIT_NORM:
-        tl.store(p_s + tiles.WRITE * S.BT + o_r, b_key)
+        tl.store(p_s + WRITE * S.BT + o_r, b_key)
     if S.HAS_DECAY or S.UNIT_NORM:
-        tl.store(p_s + tiles.READ * S.BT + o_i, b_read)
-        tl.store(p_s + tiles.ERASE_ROW * S.BT + o_r, b_key)
+        tl.store(p_s + READ * S.BT + o_i, b_read)
+        tl.store(p_s + ERASE_ROW * S.BT + o_r, b_key)
 
 
 def score_shapes(inputs: Inputs, planned: Plan) -> Shapes:
@@ -138,7 +149,7 @@ def score_shapes(inputs: Inputs, planned: Plan) -> Shapes:
     if tied:
         shapes["corrections"] = (*chunks, rows, rows), dtype
     if tied or scaled:
-        shapes["scalings"] = (*chunks, tiles.SCALINGS.value, rows), torch.float32
+        shapes["scalings"] = (*chunks, SCALINGS.value, rows), torch.float32
     if inputs.log_decay is not None:
         shapes["chunk_decay"] = chunks, torch.float32
     return shapes
