@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deltarule.tasks.groups import running_products
+from deltarule.tasks.groups import products, running_products
 from experiments.constructions import Construction, reflections, rotation_matrices
 
 # The writes for a token that each group needs, by the way it acts.
@@ -16,8 +16,31 @@ WRITES = {
     ("A_5", "rotations"): 2,
 }
 TOKENS = 20_000
-# Of a vector of length 1.
+# Of a vector of length 1; the orbits' points are apart by 0.3 and more.
 ERROR = 1e-10
+
+
+@pytest.mark.parametrize(("group", "action"), WRITES)
+def test_matrices_are_a_group_of_its_own_table(group, action):
+    matrices = Construction(group, action).matrices
+    assert np.allclose(matrices @ matrices.swapaxes(1, 2), np.eye(matrices.shape[1]), atol=1e-14)
+    multiplied = matrices[:, None] @ matrices
+    assert np.abs(multiplied - matrices[products(group)]).max() < 1e-14
+
+
+@pytest.mark.parametrize("group", ["S_4", "A_5"])
+def test_rotations_have_determinant_one_and_no_two_are_equal(group):
+    matrices = rotation_matrices(group)
+    assert np.allclose(np.linalg.det(matrices), 1)
+    assert len(np.unique(matrices.round(6).reshape(len(matrices), -1), axis=0)) == len(matrices)
+
+
+@pytest.mark.parametrize(("group", "action"), WRITES)
+def test_the_first_vector_is_moved_by_every_element(group, action):
+    orbit = Construction(group, action).orbit
+    distances = np.linalg.norm(orbit[:, None] - orbit, axis=-1) + 9 * np.eye(len(orbit))
+    assert distances.min() > 0.3
+    assert np.allclose(np.linalg.norm(orbit, axis=1), 1)
 
 
 @pytest.mark.parametrize(("construction", "writes"), WRITES.items(), ids=str)

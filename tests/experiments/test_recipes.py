@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from deltarule.models import count_parameters
+from deltarule.models import CausalLM, count_parameters
+from deltarule.nn import MIXERS
 from experiments.recipes import RECIPES, counted, patterns, recipes, unknowns
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
@@ -76,6 +78,27 @@ def test_what_has_no_number_says_why(name):
         model = recipe.model
         narrow = count - model.num_layers * 3 * model.hidden_size * (model.mlp_size - 4096)
         assert f"{narrow / 1e6:.0f} M" in recipe.unknown
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_models_can_be_built(name):
+    with torch.device("meta"):
+        model = CausalLM(RECIPES[name].model)
+    kinds = {type(block.mixer) for block in model.blocks}
+    assert kinds == {MIXERS[layer] for layer in RECIPES[name].model.layer_types}
+
+
+def test_head_sizes_of_the_papers():
+    """001: heads of 128 channels; 002: keys of 3/4 and values of 3/2 of the stream in 9 heads."""
+    with torch.device("meta"):
+        deltanet = CausalLM(RECIPES["deltanet_1b3"].model).blocks[0].mixer
+        gated, window = (
+            CausalLM(RECIPES["gated_deltanet_h1_1b3"].model).blocks[i].mixer for i in (0, 1)
+        )
+    assert (deltanet.num_heads, deltanet.head_k_dim, deltanet.head_v_dim) == (16, 128, 128)
+    assert (deltanet.conv_size, deltanet.g_proj) == (4, None)
+    assert (gated.num_heads, gated.head_k_dim, gated.head_v_dim) == (9, 192, 384)
+    assert (window.num_heads, window.head_dim, window.window) == (18, 128, 2048)
 
 
 def test_training_of_the_papers():

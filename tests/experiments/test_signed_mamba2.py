@@ -5,7 +5,8 @@ import torch
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import Mamba2
-from experiments.signed_mamba2 import SignedMamba2, with_signs
+from deltarule.nn.rule import Projections
+from experiments.signed_mamba2 import SignedMamba2, eigenvalue, with_signs
 from tolerance import assert_close
 
 HEADS = 3
@@ -48,6 +49,15 @@ def recurrence(layer, x):
         outputs.append((S * p.q[:, t, :, None]).sum(-1) + p.D[:, None] * p.v[:, t])
     o = torch.stack(outputs, 1) * torch.nn.functional.silu(p.output_gate)
     return y, layer.o_proj(layer.o_norm(o.flatten(-2))), state["recurrent"], S
+
+
+def test_eigenvalues_span_both_signs():
+    logits = torch.tensor([-50.0, 0.0, 50.0]).view(1, 3, 1)
+    ones = torch.ones(1, 3, 1, 1)
+    p = Projections(
+        q=ones, k=ones, v=ones, decay_logits=logits, A_log=torch.zeros(1), dt_bias=torch.zeros(1)
+    )
+    assert_close(eigenvalue(p).flatten(), torch.tensor([1.0, 0.0, -1.0]).double())
 
 
 def test_layer_is_the_recurrence():

@@ -7,7 +7,7 @@ import torch._dynamo.testing
 from deltarule import delta_rule, recurrent_step
 from deltarule.ops.dispatch import are_plain_eager
 from opchecked import Registered, opcheck_all
-from oracle import make_case
+from oracle import make_case, weights, with_gradients
 
 SMALL = {"tokens": 9, "key_size": 3, "value_size": 2, "heads": 1, "value_heads": 2}
 
@@ -82,10 +82,30 @@ def test_wrong_offsets_are_refused_in_compiled_code_too(offsets: list[int]) -> N
         run(torch.tensor(offsets))
 
 
-def test_where_nothing_watches_there_is_no_operator() -> None:
-    case = make_case("head", "tied", **SMALL)
-    o, state = case.changed(q=case.tensors["q"].requires_grad_()).run("torch")
-    assert type(o.grad_fn).__name__ == type(state.grad_fn).__name__ == "EagerRecurrenceBackward"
+@pytest.mark.parametrize(
+    ("decay", "erase", "n_steps", "lengths"),
+    [
+        ("none", "none", 1, None),
+        ("head", "tied", 2, None),
+        ("channel", "tied", 1, (4, 0, 5)),
+        ("none", "tied", 3, (9,)),
+        ("head", "free", 1, None),
+        ("channel", "free", 1, (4, 0, 5)),
+    ],
+)
+def test_a_call_that_nothing_watches_equals_the_operator(decay, erase, n_steps, lengths) -> None:
+    case = make_case(decay, erase, n_steps=n_steps, lengths=lengths, **SMALL)
+    d_o, d_state = weights(case)
+    with Registered() as seen:
+        (o, state), gradients = with_gradients(case, "torch", d_o, d_state)
+    assert [x._opname for x, _ in seen.calls] == ["recurrence", "recurrence_backward"]
+    eager, own = with_gradients(case, "torch", d_o, d_state)
+    assert type(eager.o.grad_fn).__name__ == "EagerRecurrenceBackward"
+    assert torch.equal(eager.o, o)
+    assert torch.equal(eager.final_state, state)
+    assert all(torch.equal(own[name], gradients[name]) for name in gradients)
+    with torch.no_grad():
+        assert torch.equal(case.run("torch").o, o)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is:DeprecationWarning")
