@@ -178,9 +178,9 @@ def replacements(
         names = vars(module)
         if not any(name in names for name in (*RECURRENCES, *FORWARDS)):
             continue
+        found |= {(module, name): accepting(f) for name, f in functions.items() if name in names}
         forwards = [name for name in classes if name in names]
         found |= {(names[name], "forward"): accepting(classes[name]) for name in forwards}
-        found |= {(module, name): accepting(f) for name, f in functions.items() if name in names}
         found |= {(module, name): _no_shortcut for name in SHORTCUTS if name in names}
         for name in MASKS if packing else ():
             if name in names:
