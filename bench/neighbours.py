@@ -85,10 +85,10 @@ def figures(name: str, case: Case, bandwidth: float, rate: float) -> Iterator[re
     for passed, floor in floors.items():
         for side, run in case.sides.items():
             try:
-                once = forward(run)
-                weight = torch.randn_like(once)
-                twice = partial(both_passes, run, case.inputs, weight)
-                call = partial(forward, run) if passed == "forward" else twice
+                call: Callable[[], object] = partial(forward, run)
+                if passed != "forward":
+                    weight = torch.randn_like(forward(run))
+                    call = partial(both_passes, run, case.inputs, weight)
                 row: results.Row = {"ms": graph_ms([call], REPEATS), "floor_ms": 1e3 * floor}
             # A peer that fails is a figure too.
             except Exception as error:
