@@ -130,7 +130,7 @@ def load_experiment(name: str) -> Experiment:
     return Experiment(name, words, forms, module)
 
 
-def read_words(name: str, folder: Path = HERE) -> Words:
+def read_words(name: str, folder: Path) -> Words:
     text = (folder / "words" / f"{name}.md").read_text(encoding="utf-8")
     top, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
     title, shows, source, needs = top.strip().split("\n\n")

@@ -94,8 +94,7 @@ def header(cell: Cell) -> Record:
 
 def plain(value: Any) -> Any:
     """A dataclass as JSON gives it back: tuples are lists."""
-    whole = dataclasses.asdict if dataclasses.is_dataclass(value) else lambda given: given
-    return json.loads(json.dumps(whole(value), default=dataclasses.asdict))
+    return json.loads(json.dumps(value, default=dataclasses.asdict))
 
 
 def write_json(path: Path, content: Record) -> None:
