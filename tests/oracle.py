@@ -109,12 +109,17 @@ def with_gradients(
 
 
 def module_with_gradients(
-    module: ModuleType, case: Case, d_o: Tensor, d_state: Tensor, **options: object
-) -> tuple[RecurrentOutput, dict[str, Tensor]]:
-    """The same of what `run_module` calls."""
+    module: ModuleType, case: Case, d_o: Tensor, d_state: Tensor, *,
+    constant_norms: bool = False, **options: object,
+) -> tuple[RecurrentOutput, dict[str, Tensor]]:  # fmt: skip
+    """The same of what `run_module` calls; norms may be constants, through which others go."""
     names = case.present()
     leaves = {name: case.tensors[name].detach().clone().requires_grad_() for name in names}
-    out = run_module(module, case.changed(**leaves), **options)
+    called = case.changed(**leaves)
+    if constant_norms and case.normalize_qk:
+        units = {x: leaves[x] / leaves[x].detach().norm(dim=-1, keepdim=True) for x in "qk"}
+        called = called.changed(**units)._replace(normalize_qk=False)
+    out = run_module(module, called, **options)
     loss = (out.o * d_o.to(out.o.dtype)).sum() + (out.final_state * d_state).sum()
     # Without tokens the outputs depend on nothing.
     gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
@@ -201,24 +206,6 @@ def check(
             assert_close_to_yardstick(found, exact, own, **bars, stress=stress)
 
 
-def module_gradients(
-    module: ModuleType, case: Case, given: tuple[Tensor, Tensor], constant_norms: bool,
-    **options: object,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Gradients through a reference module; norms may be constants, through which others go."""
-    names = case.present()
-    leaves = {name: case.tensors[name].detach().requires_grad_() for name in names}
-    x = dict(leaves)
-    if constant_norms and case.normalize_qk:
-        x |= {
-            name: leaves[name] / leaves[name].detach().norm(dim=-1, keepdim=True) for name in "qk"
-        }
-        case = case._replace(normalize_qk=False)
-    out = run_module(module, case.changed(**x), **options)
-    loss = sum((y * z.to(y.dtype)).sum() for y, z in zip(out, given, strict=True))
-    return dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-
-
 def check_fused(out: tuple[Tensor, Tensor], case: Case, *, stress: bool = False) -> None:
     """Outputs and final state in 16 bits against float64, by the error of whole chunks of 64."""
     dtype = case.tensors["q"].dtype
@@ -235,10 +222,14 @@ def check_fused_gradients(
     constant_norms: bool = False, stress: bool = False,
 ) -> None:  # fmt: skip
     """Gradients in bfloat16 in the same way."""
-    given = given[0].bfloat16(), given[1]
-    truth = module_gradients(definition, case.to(torch.float64), given, constant_norms)
-    options = {"chunk_size": 64, "matmul_dtype": torch.bfloat16}
-    own = module_gradients(chunked, case.to(torch.float32), given, constant_norms, **options)
+    d_o, d_state = given[0].bfloat16(), given[1]
+
+    def gradients(module: ModuleType, dtype: torch.dtype, **options: object) -> dict[str, Tensor]:
+        norms = {"constant_norms": constant_norms}
+        return module_with_gradients(module, case.to(dtype), d_o, d_state, **norms, **options)[1]
+
+    truth = gradients(definition, torch.float64)
+    own = gradients(chunked, torch.float32, chunk_size=64, matmul_dtype=torch.bfloat16)
     for name, x in found.items():
         bars = {"dtype": torch.bfloat16, "gradient": True, "stress": stress, "name": name}
         assert_close_to_yardstick(x.cpu(), truth[name], own[name].to(x.dtype), **bars)
