@@ -80,10 +80,9 @@ def conv(
     return Neighbour(tensors, fused, plain, ("weight",))
 
 
-def three_convs(
-    lengths: tuple[int, ...] = (5, 0, 1, 20), fresh: bool = False, alike: bool = False
-) -> Neighbour:
+def three_convs(fresh: bool = False, alike: bool = False) -> Neighbour:
     """The convolutions of packed q, k and v of other widths, of which k may have no SiLU."""
+    lengths = 5, 0, 1, 20
     widths, activated = {"q": 6, "k": 130, "v": 9}, (True, alike, True)
     tensors = {name: torch.randn(1, sum(lengths), size) for name, size in widths.items()}
     tensors |= {f"{name} weight": torch.randn(size, 4) for name, size in widths.items()}

@@ -26,14 +26,14 @@ from small import crash_at, small_model
 TEXTS = [bytes(range(97, 123)) * 8, b"the quick brown fox jumps over the lazy dog. " * 6]
 
 
-def make_trainer(folder, *, resume=False, optimizer=None, patience=0, **loop):
+def make_trainer(folder, *, resume=False, patience=0, **loop):
     options = LoopOptions(**{"steps": 8, "save_every": 4, "evaluate_every": 4, **loop})
     run = TextRun(length=16, batch_tokens=48, loop=options)
     corpus = encode_documents(TEXTS)
     folder.mkdir(exist_ok=True)
     return Trainer(
         small_model(mlp_size=16), TextJob(run, corpus, corpus), options=options,
-        optimizer_options=optimizer or OptimizerOptions(lr=1e-2, warmup_steps=2),
+        optimizer_options=OptimizerOptions(lr=1e-2, warmup_steps=2),
         folder=folder, resume=resume, patience=patience,
     )  # fmt: skip
 
