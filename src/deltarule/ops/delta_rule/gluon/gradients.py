@@ -35,11 +35,7 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     places_of_rows,
     store_role,
 )
-from deltarule.ops.delta_rule.gluon.memory import (
-    CHUNK,
-    barrier,
-    new_barrier,
-)
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, barrier, new_barrier
 from deltarule.ops.delta_rule.gluon.products import finish, gradient_places, start, tell, value
 from deltarule.ops.delta_rule.gluon.score import NOTHING
 from deltarule.ops.delta_rule.gluon.which import (

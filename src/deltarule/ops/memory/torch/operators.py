@@ -15,15 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltarule.ops.memory.torch.memory import (
-    Memory,
-    Mix,
-    Norm,
-    Steps,
-    centred,
-    loss_gradient,
-    scan,
-)
+from deltarule.ops.memory.torch.memory import Memory, Mix, Norm, Steps, centred, loss_gradient, scan
 from deltarule.ops.memory.torch.triton_scan import scan_in_triton
 from deltarule.ops.mini_batches import MiniBatches, lay_out, next_position
 from deltarule.ops.plain import Arguments
