@@ -283,10 +283,14 @@ def norms_of(call: Call) -> Tensor | None:
         return None
     rows = inputs.q.numel() // inputs.q.shape[3]
     norms = call.empty((rows, 1 + inputs.n_steps))
-    own = {"norms": norms, "rows": rows, "HEADS": inputs.q.shape[2], "STEPS": inputs.n_steps}
-    own |= {"ROWS": NORM_ROWS, "num_warps": 4, "num_stages": 1}
-    call.launch(inverse_norms_kernel, (blocks(rows, NORM_ROWS), 1, 1), own)
+    call.once(norms_launch)((blocks(rows, NORM_ROWS), 1, 1), inputs.q, inputs.k, norms, rows)
     return norms
+
+
+def norms_launch(call: Call) -> Launch:
+    sizes = {name: call.plan.sizes[name] for name in ("K", "BK")}
+    sizes |= {"HEADS": call.plan.sizes["H"], "STEPS": call.inputs.n_steps, "ROWS": NORM_ROWS}
+    return Launch(inverse_norms_kernel, {**sizes, "num_warps": 4, "num_stages": 1})
 
 
 def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
