@@ -173,7 +173,11 @@ def head_scores(call: Call) -> None:
         grid = chunks, plan.blocks(heads, SUM_HEADS), 1
         call.launch(head_sums_kernel, grid, {"BH": SUM_HEADS, "num_warps": 2, "num_stages": 1})
     if call["scores"] is not None or call["scalings"] is not None:
-        precision = plan.precision(call.inputs.q.dtype, inverse=True)
-        own = {"PRECISION": precision, "TMA": plan.full_tiles(call.inputs, call.plan, 1)}
-        config = configuration("pair_scores", call.plan.tile_key) | own
+        config = call.once(pair_scores_config)
         call.launch(pair_scores_kernel, (chunks, heads, 1), config, score_tiles)
+
+
+def pair_scores_config(call: Call) -> dict[str, object]:
+    precision = plan.precision(call.inputs.q.dtype, inverse=True)
+    own = {"PRECISION": precision, "TMA": plan.full_tiles(call.inputs, call.plan, 1)}
+    return {**configuration("pair_scores", call.plan.tile_key), **own}
