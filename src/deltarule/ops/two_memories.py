@@ -98,6 +98,7 @@ def two_memories(
     slots = slots.to(q.dtype)
     of_slots = None if log_decay is None else log_decay.flatten(2)
     given = k, v, slots, log_decay, key_memory, value_memory
+    wide = torch.promote_types(q.dtype, torch.float32)
     few = context is None and decodes(q, cu_seqlens, given)
 
     def recurrence(
@@ -109,17 +110,16 @@ def two_memories(
             gates |= {"cu_seqlens": cu_seqlens, "context": context}
             return delta_rule(q, k, v, **gates, initial_state=state)
         if state is None:
-            dtype = torch.promote_types(q.dtype, torch.float32)
-            state = q.new_zeros(q.shape[0], v.shape[2], v.shape[3], q.shape[3], dtype=dtype)
-        state = state.clone()
+            state = q.new_zeros(q.shape[0], *v.shape[2:], q.shape[3], dtype=wide)
+        else:
+            state = state.clone()
         return RecurrentOutput(recurrent_step(q, k, v, **gates, state=state), state)
 
     each = slots.flatten(2).unsqueeze(-1)
     state = None if key_memory is None else key_memory.flatten(1, 2).unsqueeze(2)
     first = recurrence(q, k, each, of_slots, scale, state)
     scores = first.o.unflatten(2, (heads, size)).squeeze(-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    weights = weights.to(q.dtype)
+    weights = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)
     second = recurrence(weights, slots, v, log_decay, 1.0, value_memory)
     assert first.final_state is not None
     assert second.final_state is not None
