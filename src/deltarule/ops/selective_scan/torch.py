@@ -317,7 +317,7 @@ def add_at(d: Tensor, t: int, dx: Tensor) -> None:
 def step(inputs: ScanInputs) -> RecurrentOutput:
     """A few tokens, one after another, for a state without a gradient: o, and a new state."""
     v, beta, dtype, outputs = inputs.v, inputs.beta, inputs.dtype, []
-    with torch.autocast(v.device.type, enabled=False):
+    with without_autocast(v.device):
         queries, keys = (of_tokens(x, v, dtype) for x in (inputs.q, inputs.k))
         state = inputs.initial_state
         if state is None:
