@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from deltarule.nearest import check_known
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
+from deltarule.nn.rule import OutputNorm
 from deltarule.nn.state import State
 from deltarule.ops.checks import check_dense
 
@@ -22,9 +23,9 @@ COMMON = frozenset(
 # Spectra that S4D knows.
 SPECTRA = ("legs", "inv", "lin")
 # What options that are words know.
-WORDS: dict[str, list[str]] = {
-    "feature_map": [*FEATURE_MAPS], "qk_norm": [*NORMS],
-    "output_norm": ["head", "all", "none"], "spectrum": [*SPECTRA],
+WORDS: dict[str, Collection[str]] = {
+    "feature_map": FEATURE_MAPS, "qk_norm": NORMS, "output_norm": get_args(OutputNorm),
+    "spectrum": SPECTRA,
 }  # fmt: skip
 # Why an option means nothing for a layer.
 REASONS = {

@@ -6,7 +6,7 @@ o_t = sum_j (phi(q_t) . phi(k_j)) v_j        phi: [B, T, H, K] -> [B, T, H, M]
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from deltarule.ops.dispatch import without_autocast
 SMALLEST_NORM = 1e-6
 # A quarter of a turn over so many tokens, in cosFormer.
 LONGEST = 4096
-NORMS: tuple[QueryKeyNorm, ...] = ("none", "l1", "l2")
+NORMS: tuple[QueryKeyNorm, ...] = get_args(QueryKeyNorm)
 
 
 @dataclass(frozen=True, kw_only=True)
