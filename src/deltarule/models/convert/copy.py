@@ -77,7 +77,7 @@ def convert(
         raise ValueError(f"shard_size must be 1 or more, got {shard_size}")
     found, model = stored(source, without_memory)
     target = written(model, family, without_memory)
-    shapes, parts = shapes_of(model), Parts(found, shapes_of(model))
+    parts = Parts(found, shapes := shapes_of(model))
     entries = [Entry(piece, piece.shape(shapes), parts.dtype(piece)) for piece in target.pieces]
     total, done = sum(entry.size for entry in entries), 0
     with new_folder(Path(destination)) as folder:
@@ -150,10 +150,10 @@ def write_shard(path: Path, entries: list[Entry], parts: Parts) -> Iterator[int]
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for piece, shape, dtype in entries:
-        end = start + math.prod(shape) * dtype.itemsize
-        described = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        header[piece.name], start = described, end
+    for entry in entries:
+        offsets = [start, start + entry.size]
+        described = {"dtype": _NAMES[entry.dtype], "shape": entry.shape, "data_offsets": offsets}
+        header[entry.piece.name], start = described, offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
