@@ -17,14 +17,8 @@ COMPLETE chunk; flash-linear-attention trains LN(W k) + k towards v, and its lay
 lacks a pair of parentheses.
 """
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 from torch.nn.functional import layer_norm, silu
-
-Weights = dict[str, Tensor]
-Memory = Callable[[Weights, Tensor], Tensor]
 
 
 def linear(weights, x):

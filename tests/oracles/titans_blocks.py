@@ -7,21 +7,7 @@ define x~ with the persistent tokens and then feed x (x~ is meant, or eq. 29 has
 Neither says where the persistent positions go; here they are cut off the output.
 """
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
-from torch import Tensor
-
-
-class Memory(Protocol):
-    def write(self, tokens): ...
-
-    def read(self, tokens): ...
-
-
-Attention = Callable[[Tensor, int], Tensor]
-Gate = Callable[[Tensor, Tensor], Tensor]
 
 
 def as_context(x, persistent, memory, attention, gate, segment):

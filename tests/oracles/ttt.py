@@ -13,14 +13,8 @@ Rotary angles restart in every mini-batch. The text's output z = f(theta_Q x; W_
 residual to section 2.7. Flash-linear-attention's naive file reads out f + LN(f) instead.
 """
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
-
-Weights = dict[str, Tensor]
-Model = Callable[[Weights, Tensor], Tensor]
 
 
 def linear(weights, x):
@@ -48,7 +42,7 @@ def recurrence(model, weights, q, k, v, lr, scale, ln_weight, ln_bias, eps=1e-6)
 
     gradient = torch.func.grad(loss)
     current = start = weights
-    total: Weights = {}
+    total = {}
     outputs = []
     for t in range(len(q)):
         position = t % len(scale)
