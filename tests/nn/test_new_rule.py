@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from deltarule.models import CausalLM, ModelConfig
-from deltarule.nn import KDA, MIXERS, RWKV7, DeltaMixer, Mamba1, Mesa, Rule, parameter_roles
+from deltarule.nn import KDA, LRU, MIXERS, RWKV7, DeltaMixer, Mamba1, Mesa, Rule, parameter_roles
 from models.checkpoints import check_ways_of_reading
 
 # ---- what would be nn/coupled.py ----------------------------------------------------------------
@@ -93,5 +93,8 @@ def test_help_shows_the_options_that_a_layer_takes():
     assert "Defaults: head_k_dim = hidden_size / heads, head_v_dim = head_k_dim, a" in KDA.__doc__
     assert "an output gate (sigmoid), beta_max = 1" in KDA.__doc__
     assert "an output gate.\n" in RWKV7.__doc__
+    # Whatever head_k_dim is.
+    assert "head_v_dim = hidden_size / heads" in LRU.__doc__
+    assert LRU(32, num_heads=2, head_k_dim=5).head_v_dim == 16
     assert inspect.signature(KDA).parameters["beta_max"].annotation == (float | None)
     assert "beta_max" in inspect.signature(Coupled).parameters

@@ -50,9 +50,6 @@ class LRU(VectorMixer):
     float32_parameters = ("nu", "theta", "gamma_log", "D")
     roles = {"B": "gate", "C": "gate"}
 
-    def default_head_v_dim(self) -> int:
-        return self.share("head_v_dim", 1, "num_heads")
-
     def memories(self) -> dict[str, tuple[int, ...]]:
         return {"recurrent": (self.num_heads, 2 * self.head_k_dim, 1)}
 

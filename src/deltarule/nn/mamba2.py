@@ -56,6 +56,7 @@ class Mamba2(DeltaMixer):
     )  # fmt: skip
     has_rates = True
     state_size = 128
+    shares_values = True
     expand_v = 2
     default_conv_size = 4
     default_output_gate = True

@@ -74,8 +74,10 @@ class Mixer(Frame):
 
     # The options beside hidden_size and num_heads that mean something, and what None stands for.
     options: ClassVar[frozenset[str]] = COMMON
-    # Channels of a key where values share the stream out among them. None: keys do.
+    # Channels of a key. None: expand_k times its share of the stream.
     state_size: ClassVar[int | None] = None
+    # Whether a value has expand_v times its share of the stream. False: expand_v times a key's.
+    shares_values: ClassVar[bool] = False
     expand_k: ClassVar[float] = 1.0
     expand_v: ClassVar[int] = 1
     default_conv_size: ClassVar[int] = 0
@@ -105,33 +107,31 @@ class Mixer(Frame):
     def __init_subclass__(cls) -> None:
         """Let `help` show the options that a layer takes, as described here, and its source."""
         super().__init_subclass__()
-        parameters = dict(list(inspect.signature(cls.__init__).parameters.items())[1:])
         text, rule = inspect.cleandoc(cls.__doc__ or ""), getattr(cls, "rule", None)
+        shown = dict([*inspect.signature(cls.__init__).parameters.items()][1:])
         if cls.__init__ is Mixer.__init__ and rule is not None:
-            always = "hidden_size", "num_heads"
-            taken = [name for name in parameters if name in always or cls.takes(name)]
-            parameters = {name: parameters[name] for name in taken}
-            section = re.search(r"^Args:\n(.*?)\n\n", inspect.getdoc(Mixer) or "", re.DOTALL | re.M)
-            if section is not None and text and "Args:" not in text:
-                entries = re.split(r"\n(?= {4}\w)", section[1])
-                chosen = [entry for entry in entries if entry.strip().partition(":")[0] in taken]
+            shown = {n: p for n, p in shown.items() if p.default is p.empty or cls.takes(n)}
+            if text and "Args:" not in text and DESCRIBED:
+                said = ", ".join(x for name, x in cls.defaults().items() if name in shown)
+                chosen = [entry for name, entry in DESCRIBED.items() if name in shown]
                 head, found, tail = text.partition("Examples:\n")
-                parts = f"{head.rstrip()}\n\n{cls.defaults()}\n\nArgs:", *chosen, "", found + tail
-                text = "\n".join(parts).rstrip()
+                head = f"{head.rstrip()}\n\n{textwrap.fill(f'Defaults: {said}.', 96)}\n\nArgs:"
+                text = "\n".join((head, *chosen, "", found + tail)).rstrip()
         if text and rule is not None and "Source:" not in text:
             text += f"\n\nSource: {rule.source}."
         cls.__doc__ = text or cls.__doc__
-        cls.__signature__ = inspect.Signature([*parameters.values()])
+        cls.__signature__ = inspect.Signature([*shown.values()])
 
     @classmethod
-    def defaults(cls) -> str:
-        """What None stands for in the options that most layers take."""
+    def defaults(cls) -> dict[str, str]:
+        """What None stands for, in words, by the options that most layers take."""
         taps, gate = cls.default_conv_size, cls.gate_activation
         over, share = ", ".join(cls.convolved) or "q, k, v", "hidden_size / heads"
-        values = share if cls.state_size else "head_k_dim"
-        words = {
-            "head_k_dim": f"head_k_dim = {cls.state_size or f'{cls.expand_k:g} {share}'}",
-            "head_v_dim": f"head_v_dim = {cls.expand_v} {values}",
+        key, value = ("" if n == 1 else f"{n:g} " for n in (cls.expand_k, cls.expand_v))
+        values = share if cls.shares_values else "head_k_dim"
+        return {
+            "head_k_dim": f"head_k_dim = {cls.state_size or key + share}",
+            "head_v_dim": f"head_v_dim = {value}{values}",
             "conv_size": f"a convolution of {taps} taps over {over}" if taps
             else "no convolution",
             "output_gate": f"an output gate ({gate})" if cls.default_output_gate
@@ -141,8 +141,6 @@ class Mixer(Frame):
             "num_slots": f"num_slots = {cls.default_num_slots or 'head_k_dim'}",
             "feature_map": f"feature_map = {cls.default_feature_map}",
         }  # fmt: skip
-        said = ", ".join(text for name, text in words.items() if cls.takes(name))
-        return textwrap.fill(f"Defaults: {said.replace('= 1 h', '= h')}.", 96)
 
     def __init__(
         self,
@@ -231,9 +229,8 @@ class Mixer(Frame):
             config: A `deltarule.models.ModelConfig`, or whatever has its fields.
             layer_index: From 0.
         """
-        known = inspect.signature(cls.__init__).parameters
-        taken = [name for name in known if cls.takes(name) and hasattr(config, name)]
-        given = {name: getattr(config, name) for name in taken} | cls.heads(config)
+        taken = filter(cls.takes, inspect.signature(cls.__init__).parameters)
+        given = {n: getattr(config, n) for n in taken if hasattr(config, n)} | cls.heads(config)
         if cls.takes("layer_index"):
             given["layer_index"] = layer_index
         if cls.takes("norm_eps") and (eps := getattr(config, "output_norm_eps", None)) is not None:
@@ -269,7 +266,7 @@ class Mixer(Frame):
 
     def default_head_v_dim(self) -> int:
         """Channels of a value where none are given: expand_v * head_k_dim, or a share likewise."""
-        if self.state_size is None:
+        if not self.shares_values:
             return self.expand_v * self.head_k_dim
         heads = "num_v_heads" if self.takes("num_v_heads") else "num_heads"
         return self.share("head_v_dim", self.expand_v, heads)
@@ -335,3 +332,7 @@ class Mixer(Frame):
 
     def output_gate_projection(self) -> nn.Module:
         return nn.Linear(self.hidden_size, self.num_v_heads * self.head_v_dim, bias=False)
+
+
+# What the docstring says of each name; nothing where Python has dropped it.
+DESCRIBED = dict(re.findall(r"^(?= {4}(\w+):)(.*(?:\n {5}.*)*)", inspect.getdoc(Mixer) or "", re.M))

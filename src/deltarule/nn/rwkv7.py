@@ -88,8 +88,8 @@ class RWKV7(ShiftedMixer):
     value_proj: nn.Module | None
 
     @classmethod
-    def defaults(cls) -> str:
-        return super().defaults().replace(f" ({cls.gate_activation})", "")
+    def defaults(cls) -> dict[str, str]:
+        return super().defaults() | {"output_gate": "an output gate"}
 
     def find_place(self, layer_types: Sequence[str], layer_index: int) -> None:
         """Let the first layer of this kind, which has no values to mix with, keep its own."""

@@ -28,6 +28,7 @@ class ValueMixer(Mixer):
     options = COMMON - {"norm_eps"}
     convolved: ClassVar[tuple[str, ...]] = ("v",)
     normless = True
+    shares_values = True
 
     def stream_sizes(self) -> dict[str, int]:
         return {"v": self.num_heads * self.head_v_dim}
