@@ -29,8 +29,8 @@ from deltarule.ops.runtime.launch import Launch
 from deltarule.ops.runtime.places import place_of
 from deltarule.ops.runtime.sizes import power_of_2
 
-# Rows of the state in a program: the fastest of 8, 16 and 32 from 1 to 32 batch rows on an H200.
-ROWS = 8
+# Rows of the state in a program of one warp, whose loads all come before its first sum.
+ROWS = 4
 
 
 @triton.jit
@@ -46,6 +46,36 @@ def decay_of(log_decay, o_g, mask, A_log, i_h, dt_bias, o_bias, lower_bound, LOG
             b_dt, _ = softplus(b_g + b_bias)
             b_g = -b_rate * b_dt
     return tl.exp(b_g)
+
+
+@triton.jit
+def add_two(a, b, c, d):
+    """Two sums at once."""
+    return a + c, b + d
+
+
+@triton.jit
+def add_three(a, b, c, d, e, f):
+    """Three."""
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def sums_of(b_s, b_q, b_k, UNIT_NORM: tl.constexpr):
+    """S k, S q, q . k, and 1 / |q| and 1 / |k|, or ones: no sum waits for another."""
+    b_qq, b_kk, b_qk = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, add_three)
+    b_sk, b_sq = tl.reduce((b_s * b_k[None, :], b_s * b_q[None, :]), 1, add_two)
+    norm_q, norm_k = 1.0, 1.0
+    if UNIT_NORM:
+        norm_q, norm_k = tl.rsqrt(b_qq + EPSILON), tl.rsqrt(b_kk + EPSILON)
+    return b_sk, b_sq, b_qk, norm_q, norm_k
+
+
+@triton.jit
+def keys_and_values(k, v, step, s_k_t, s_v_t, o_k, o_v, m_k, m_v):
+    """k and rows of v of one write."""
+    b_k = tl.load(k + step * s_k_t + o_k, mask=m_k, other=0.0).to(tl.float32)
+    return b_k, tl.load(v + step * s_v_t + o_v, mask=m_v, other=0.0).to(tl.float32)
 
 
 # A single token is worth a kernel of its own; an index is not.
@@ -97,9 +127,12 @@ def recurrent_step_kernel(
     k += row * s_k_b + first * N_STEPS * s_k_t + i_key * s_k_h
     v += row * s_v_b + first * N_STEPS * s_v_t + i_h * s_v_h
     for t in range(T):
+        # All that sums take comes before the first of them: one wait for memory, not several.
         b_q = tl.load(q + t * s_q_t + o_k, mask=m_k, other=0.0).to(tl.float32)
-        if UNIT_NORM:
-            b_q *= tl.rsqrt(tl.sum(b_q * b_q) + EPSILON)
+        b_k, b_w = keys_and_values(k, v, t * N_STEPS, s_k_t, s_v_t, o_k, o_v, m_k, m_v)
+        o_beta = row * s_beta_b + (first + t) * N_STEPS * s_beta_t + i_h * s_beta_h
+        if ERASE == "tied":
+            b_beta = tl.load(beta + o_beta).to(tl.float32)
         # The free erase reads the state before its decay.
         if ERASE == "free":
             p_a = a + row * s_a_b + (first + t) * s_a_t + i_h * s_a_h
@@ -121,19 +154,18 @@ def recurrent_step_kernel(
         if ERASE == "free":
             b_s += b_read[:, None] * b_b.to(tl.float32)[None, :]
         for j in tl.static_range(N_STEPS):
-            step = t * N_STEPS + j
-            b_k = tl.load(k + step * s_k_t + o_k, mask=m_k, other=0.0).to(tl.float32)
-            if UNIT_NORM:
-                b_k *= tl.rsqrt(tl.sum(b_k * b_k) + EPSILON)
-            b_w = tl.load(v + step * s_v_t + o_v, mask=m_v, other=0.0).to(tl.float32)
+            if j > 0:
+                b_k, b_w = keys_and_values(k, v, t * N_STEPS + j, s_k_t, s_v_t, o_k, o_v, m_k, m_v)
+                if ERASE == "tied":
+                    b_beta = tl.load(beta + o_beta + j * s_beta_t).to(tl.float32)
+            if BETA_LOGITS:
+                b_beta = beta_max * tl.sigmoid(b_beta)
+            b_erased, b_o, b_qk, norm_q, norm_k = sums_of(b_s, b_q, b_k, UNIT_NORM)
             if ERASE == "tied":
-                o_beta = row * s_beta_b + (first * N_STEPS + step) * s_beta_t + i_h * s_beta_h
-                b_beta = tl.load(beta + o_beta).to(tl.float32)
-                if BETA_LOGITS:
-                    b_beta = beta_max * tl.sigmoid(b_beta)
-                b_w = b_beta * (b_w - tl.sum(b_s * b_k[None, :], axis=1))
+                b_w = b_beta * (b_w - b_erased * norm_k)
+            b_w *= norm_k
             b_s += b_w[:, None] * b_k[None, :]
-        b_o = tl.sum(b_s * b_q[None, :], axis=1) * scale
+        b_o = (b_o + b_w * b_qk) * (norm_q * scale)
         tl.store(p_o + t * HV * V, b_o.to(o.dtype.element_ty), mask=m_v)
         if KEPT:
             p_t = states + (((i_b * T + t) * HV + i_h) * V + o_v[:, None]) * K + o_k[None, :]
@@ -166,8 +198,7 @@ def recurrent_step(step: Step) -> Tensor:
     sizes = *inputs.q.shape[2:], value_heads, value_size, inputs.n_steps
     rule = inputs.decay, inputs.erase, inputs.normalize_qk, form, maps.beta_max is not None
     places = indices is not None, states is not None, slots, below
-    # Half as many warps for half as many bytes.
-    values = *sizes, *rule, *places, 1 if state.dtype.itemsize == 2 else 2
+    values = *sizes, *rule, *places, ROWS
     early = indices is None and cu_seqlens is None and read_early(state)
     kernel = step_launch(inputs.q.device, values, tuple({**chained(), "EARLY": early}.items()))
     grid = -(-value_size // ROWS) * value_heads * batch, 1, 1
@@ -180,12 +211,12 @@ def recurrent_step(step: Step) -> Tensor:
 
 # Sizes; the rule, which map makes the decay of logits, and whether beta is made of them; whether
 # states have slots, whether that after each token is kept, how many slots a row has if its tokens
-# have them, and whether null_index is the last of many.
+# have them, and whether null_index is the last of many; rows of the state in a program.
 CONSTANTS = (
     *("H", "K", "HV", "V", "N_STEPS"),
     *("DECAY", "ERASE", "UNIT_NORM", "DECAY_LOGITS", "BETA_LOGITS"),
     *("INDEXED", "KEPT", "SLOTS", "BELOW"),
-    "num_warps",
+    "BV",
 )
 
 
@@ -195,8 +226,8 @@ def step_launch(
 ) -> Launch:
     """The kernel with its CONSTANTS: one for all calls on a device that share their values."""
     constants = dict(zip(CONSTANTS, values, strict=True))
-    tile = {"BK": power_of_2(constants["K"]), "BV": ROWS}
-    return Launch(recurrent_step_kernel, {**constants, **tile, "num_stages": 1, **dict(chained)})
+    constants |= {"BK": power_of_2(constants["K"]), "num_warps": 1, "num_stages": 1}
+    return Launch(recurrent_step_kernel, constants | dict(chained))
 
 
 def _adjacent(x: Tensor | None) -> Tensor | None:
