@@ -571,7 +571,7 @@ def language(machine: Machine) -> SimpleNamespace:
         program_id=lambda axis: Value(torch.tensor(machine.program)),
         num_programs=lambda axis: Value(torch.tensor(machine.programs)),
         load=lambda x, mask=None, other=0.0: Value(x.load(mask, other)),
-        store=lambda x, y, mask=None: x.store(plain(y), mask),
+        store=lambda x, y, mask=None: x.store(torch.as_tensor(plain(y)), mask),
         shared_memory_descriptor=Barrier,
         allocate_shared_memory=machine.allocate, warp_specialize=machine.specialize,
         barrier=nothing, thread_barrier=nothing,

@@ -125,7 +125,7 @@ def backward(inputs: Inputs) -> None:
 def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
     """What is compiled of a form; how many value heads share a key head, no forward knows."""
     if form.rule in CHANNELS:
-        return [forward, channels]
+        return [forward, save, channels]
     if form.heads != "alone":
         return [save, gradients] if form.heads == "parts" else [gradients]
     whole = [backward] if form.size > gradient_stage.WHOLE_SIZE // 2 else []

@@ -81,16 +81,18 @@ def test_steps_with_logits_and_on_pools(targets) -> None:
 
 # Bytes a thread that may spill: of whole chunks, and where the last chunk of a forward goes row by
 # row, in code that runs once a sequence; gradients where chunks may be ragged. Triton 3.6.0 and
-# 3.7.1 spill 224 and 600 at most in forwards, and with a decay per channel 272 and 680; for sm_100,
-# where nobody has run them, they may spill 352 of whole chunks, too.
+# 3.7.1 spill 224 and 600 at most in forwards, and with a decay per channel, where the copy engine
+# moves all rows, 224 and 248; for sm_100, where nobody has run them, they may spill 352 of whole
+# chunks, too.
 FUSED = {"whole": 224, "ragged": 608, "gradients": 224, "backward": 120}
-FUSED_BY_CHANNEL = {"whole": 272, "ragged": 680, "channels": 16}
+FUSED_BY_CHANNEL = {"whole": 224, "ragged": 248, "channels": 16}
 PASSES = {
     "forwards": (
         "gated 128 bare alone whole forward", "gated 128 bare alone packed twice",
         "gated 128 bare parts whole save", "gated 64 unit parts packed gradients",
         "gated 96 unit parts whole save", "gated 96 unit alone packed forward",
         "kda 128 bare alone whole forward", "gla 128 unit alone packed forward",
+        "kda 128 unit alone packed save", "gla 128 bare alone whole save",
     ),
     "backwards": (
         "gated 128 unit alone ragged backward", "delta 128 bare alone packed backward",
@@ -132,7 +134,7 @@ def test_on_sm_100_sums_lie_in_tensor_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "count"), [(90, 329), (100, 274)])
+@pytest.mark.parametrize(("target", "count"), [(90, 341), (100, 274)])
 def test_every_form_keeps_its_products_in_flight(target, count) -> None:
     check_fused(compiled("compile_gluon.py", "--targets", target), count)
 

@@ -1,11 +1,12 @@
-"""The gradients of chunks with a decay per channel in Gluon, on an H100 or H200."""
+"""The gradients of chunks with a decay per channel in Gluon, and the forward that saves for them,
+on an H100 or H200."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from deltarule.ops.delta_rule.gluon import gradient_stage
+from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.dispatch import forget_calls
 from ops.test_gluon_gradients_on_gpu import check, hopper
 from truth import (
@@ -24,10 +25,11 @@ pytestmark = pytest.mark.gpu
 __all__ = ["hopper"]
 
 
-@pytest.fixture(autouse=True)
-def always(monkeypatch) -> Iterator[None]:
-    """Small calls take them, too."""
+@pytest.fixture(autouse=True, params=["triton", "fused"])
+def always(request, monkeypatch) -> Iterator[None]:
+    """Small calls take them, too, behind either forward."""
     monkeypatch.setattr(gradient_stage, "LEAST_PAIRS", 0)
+    monkeypatch.setattr(stage, "fills", lambda inputs, processors: request.param == "fused")
     forget_calls()
     yield
     forget_calls()

@@ -20,30 +20,34 @@ from triton.experimental.gluon import language as gl
 from deltarule.ops.delta_rule.gluon.channel_gates import channel_gate_role
 from deltarule.ops.delta_rule.gluon.channel_memory import (
     ChannelForm,
+    ChannelSaved,
     new_channel_barriers,
     new_channel_tiles,
 )
+from deltarule.ops.delta_rule.gluon.channel_movers import channel_load_role
 from deltarule.ops.delta_rule.gluon.channel_score import channel_score_role
 from deltarule.ops.delta_rule.gluon.channel_state import channel_state_role
 from deltarule.ops.delta_rule.gluon.forward import place_of
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, Form, barrier
-from deltarule.ops.delta_rule.gluon.movers import load_role, store_role
+from deltarule.ops.delta_rule.gluon.movers import store_role
 
 GENERAL = ["T", "s_beta_b", "s_beta_t", "s_beta_h"]
 
 
 @gluon.jit(do_not_specialize=GENERAL)
 def channel_forward_kernel(
-    q, k, v, o, q_rows, k_rows, v_rows, o_rows, log_decay, beta, norms, cu_seqlens, initial_state,
-    final_state, scale, T, heads, value_heads, s_beta_b, s_beta_t, s_beta_h,
+    q, k, v, o, decays, errors, scores, corrections, q_rows, k_rows, o_rows, states, decayed_q,
+    erase, write, scalings, chunk_decay, fast_rows, log_decay, beta, norms, cu_seqlens,
+    initial_state, final_state, scale, T, heads, value_heads, s_beta_b, s_beta_t, s_beta_h,
     K: gl.constexpr, V: gl.constexpr, SLOTS: gl.constexpr, TIED: gl.constexpr, UNIT: gl.constexpr,
-    PACKED: gl.constexpr, RAGGED: gl.constexpr,
+    PACKED: gl.constexpr, RAGGED: gl.constexpr, SAVE: gl.constexpr,
     STATE_REGISTERS: gl.constexpr, SCORE_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """q, k, v and o twice: as descriptors of tiles, and as addresses of rows.
+    """q, k, o and log_decay twice: as descriptors of tiles, and as addresses of rows.
 
-    log_decay [B, T, HV, K] lies in one piece, in float32. States are [N, HV, V, K]. The first state
-    role has the registers that the others leave.
+    log_decay (`decays`) [B, T, HV, K] lies in one piece, in float32. States are [N, HV, V, K]. With
+    SAVE what lies between is left for a backward, as far as this form of the call has it. The first
+    state role has the registers that the others leave.
     """
     PARTS: gl.constexpr = V // VALUES
     place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED, CHUNK)
@@ -71,10 +75,18 @@ def channel_forward_kernel(
         q_norm = norms + keys * 2
         k_norm = q_norm + 1
     barrier()
-    FORM: gl.constexpr = ChannelForm(TIED, INITIAL, UNIT, False, False, False)
+    FORM: gl.constexpr = ChannelForm(TIED, INITIAL, UNIT, False, False, SAVE)
+    saved = final_state
+    if SAVE:
+        if not TIED:
+            errors, corrections, erase, scalings = scores, scores, write, chunk_decay
+        saved = ChannelSaved(
+            errors, scores, corrections, states, decayed_q, erase, write, scalings, chunk_decay,
+            fast_rows,
+        )  # fmt: skip
     MOVED: gl.constexpr = Form(True, TIED, UNIT, INITIAL, False, False, 1, 1, K, V, RAGGED)
-    own = tiles, barriers, place, final_state
-    loads = q, k, v, q_rows, k_rows, v_rows
+    own = tiles, barriers, place, saved
+    ENDS: gl.constexpr = "ragged" if RAGGED else "whole"
     gates = log_decay, beta, q_norm, k_norm, value_heads * K, s_beta_t, heads * 2
     # Rows are counted from the sequence's start on, in 64 bits.
     apart = place.start * 0 + heads
@@ -85,7 +97,7 @@ def channel_forward_kernel(
             (channel_state_role, (own, states, 0, PARTS, K, SLOTS, FORM)),
             (channel_state_role, (own, states, 1, PARTS, K, SLOTS, FORM)),
             (channel_score_role, (own, given, scale, K, SLOTS, FORM)),
-            (load_role, (own, loads, heads, K, PARTS, SLOTS, MOVED)),
+            (channel_load_role, (own, (q, k, v, decays), K, PARTS, SLOTS, ENDS)),
             (store_role, (own, o, o_rows, PARTS, MOVED)),
             (channel_gate_role, (own, gates, 0, K, SLOTS, FORM)),
             (channel_gate_role, (own, gates, 1, K, SLOTS, FORM)),

@@ -1,32 +1,39 @@
-"""The roles that bring a chunk's log decays and add them up, and the gates of its tokens.
+"""The roles that add up a chunk's log decays, and bring the gates of its tokens.
 
     c_i = sum of log2 decay up to token i of the chunk
 
     READ = 1 / |q|        WRITE = 1 / |k|        BETA = beta        ERASE = beta 2^-SHIFT
-    FACTOR = - beta
+    FACTOR = - beta, with SAVE - 1
 
 (the first two with `normalize_qk` only). Each role has half of the channels: a lane adds up those
 of its own, so that no sum passes from lane to lane. Tokens after the sequence's end decay and erase
-nothing. Rows of log decays lie apart by any number of elements, so that they are copied one by one.
+nothing: the copy engine, which brings the log decays, has zeros there.
 
 A decay of less than 2^-127 is a reset, and counts as 2^-127 (gates.py says why it may).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from deltarule.ops.delta_rule.gluon.channel_memory import SUM_ROLES, UNSHIFT
+from deltarule.ops.delta_rule.gluon.channel_memory import SUM_ROLES, UNSHIFT, decays_of
 from deltarule.ops.delta_rule.gluon.gates import LOG2_E, RESET, load_gate
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, four, joined
-from deltarule.ops.delta_rule.gluon.memory import BETA, CHUNK, ERASE, FACTOR, GATES, READ, WRITE
+from deltarule.ops.delta_rule.gluon.memory import (
+    BETA,
+    CHUNK,
+    ERASE,
+    FACTOR,
+    GATES,
+    READ,
+    WRITE,
+)
+from deltarule.ops.delta_rule.triton.tiles import BETA as SCALING_BETA
+from deltarule.ops.delta_rule.triton.tiles import SCALINGS
 
-# Rows that are copied, and added up, together: a warp has few registers, and what does not fit in
-# them comes back from the L2 cache.
-COPIED, ADDED = gl.constexpr(2), gl.constexpr(4)
-# Rows that are waited for together: the sums of some are made while others are on their way.
-ROWS, PIECES = gl.constexpr(16), gl.constexpr(4)
+# Rows that are added up together: a warp has few registers, and what does not fit in them comes
+# back from the L2 cache.
+ADDED = gl.constexpr(4)
 
 # Asks for a number's neighbours too, some 64 bytes; nobody waits for it.
 FETCH, FETCHED = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;"), gl.constexpr(16)
@@ -37,39 +44,35 @@ def channel_gate_role(
     shared, gates, PART: gl.constexpr, K: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """One warp; all of `gates` that are addresses point at the sequence's first token."""
-    tiles, barriers, place, _ = shared
+    tiles, barriers, place, saved = shared
     log_decay, beta, q_norm, k_norm, s_decay, s_beta, s_norm = gates
     CHANNELS: gl.constexpr = K // SUM_ROLES
     DECAY_SLOTS: gl.constexpr = tiles.decays.shape[0]
-    SUMS: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([ADDED, 2], [1, 32], [1, 1], [1, 0]))
     log_decay += PART * CHANNELS
     left = place.tokens
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
+        log_decay += CHUNK * s_decay
         # Without an erase there are two slots of decays, and asking ahead only costs.
         if FORM.TIED:
-            prefetch(log_decay + CHUNK * s_decay, s_decay, left - CHUNK, CHANNELS)
+            prefetch(log_decay, s_decay, left - CHUNK, CHANNELS)
         if PART == 0:
             chunk = (place.start * 0 + i) * CHUNK
             here = beta + chunk * s_beta, q_norm + chunk * s_norm, k_norm + chunk * s_norm
-            leave_gates(tiles, barriers, here, s_beta, s_norm, left, slot, phase, FORM)
-        before = i + SLOTS - DECAY_SLOTS
-        mbarrier.wait(barriers.copied.index(before % SLOTS), ((before // SLOTS) & 1) ^ 1)
-        decays = tiles.decays.index(i % DECAY_SLOTS)
-        copies = decays._reinterpret(gl.float32, [CHUNK // COPIED, COPIED, K], PLAIN)
-        sums = decays._reinterpret(gl.float32, [CHUNK // ADDED, ADDED, K], PLAIN)
-        for part in gl.static_range(PIECES):
-            load_decays(log_decay, s_decay, left, copies, part, PART * CHANNELS, CHANNELS)
-            log_decay += ROWS * s_decay
-            left -= ROWS
-        c = gl.zeros([CHANNELS], gl.float32, SUMS)
-        for part in gl.static_range(PIECES):
-            async_copy.wait_group(PIECES - 1 - part)
-            c = leave_sums(sums, c, part, PART * CHANNELS, CHANNELS)
+            leave_gates(shared, here, s_beta, s_norm, left, i, slot, phase, FORM)
+        mbarrier.wait(barriers.fetched.index(i % DECAY_SLOTS), (i // DECAY_SLOTS) & 1)
+        c = leave_sums(decays_of(tiles, i), PART * CHANNELS, CHANNELS)
+        # The copy engine will write here again.
+        fence_async_shared()
         if PART != 0:
             mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
-        tiles.ends.index(slot).slice(PART * CHANNELS, CHANNELS).store(gl.exp2(c))
+        end = gl.exp2(c)
+        tiles.ends.index(slot).slice(PART * CHANNELS, CHANNELS).store(end)
+        if FORM.SAVE:
+            own = (place.slot + i * place.value_heads).to(gl.int64) * K + PART * CHANNELS
+            gl.store(saved.chunk_decay + own + gl.arange(0, CHANNELS, end.type.layout), end)
         mbarrier.arrive(barriers.decays.index(i % DECAY_SLOTS))
+        left -= CHUNK
 
 
 @gluon.jit
@@ -84,8 +87,9 @@ def prefetch(log_decay, s_decay, left, CHANNELS: gl.constexpr):
 
 
 @gluon.jit
-def leave_gates(tiles, barriers, of, s_beta, s_norm, left, slot, phase, FORM: gl.constexpr):
+def leave_gates(shared, of, s_beta, s_norm, left, i, slot, phase, FORM: gl.constexpr):
     """The gates of a chunk's tokens, of which so many are `left`, when its slot is free."""
+    tiles, barriers, place, saved = shared
     beta, q_norm, k_norm = of
     gate = slot * GATES
     o_t = gl.arange(0, CHUNK, gl.BlockedLayout([2], [32], [1], [0]))
@@ -97,8 +101,13 @@ def leave_gates(tiles, barriers, of, s_beta, s_norm, left, slot, phase, FORM: gl
     mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
     if FORM.TIED:
         tiles.gates.index(gate + BETA).store(b_beta)
-        tiles.gates.index(gate + ERASE).store(b_beta * UNSHIFT)
-        tiles.gates.index(gate + FACTOR).store(-b_beta)
+        if FORM.SAVE:
+            tiles.gates.index(gate + FACTOR).store(b_beta * 0.0 - 1.0)
+            own = (place.slot + i * place.value_heads).to(gl.int64) * SCALINGS + SCALING_BETA
+            gl.store(saved.scalings + own * CHUNK + o_t, b_beta)
+        else:
+            tiles.gates.index(gate + ERASE).store(b_beta * UNSHIFT)
+            tiles.gates.index(gate + FACTOR).store(-b_beta)
     if FORM.NORMS:
         tiles.gates.index(gate + READ).store(read)
         tiles.gates.index(gate + WRITE).store(key)
@@ -106,29 +115,13 @@ def leave_gates(tiles, barriers, of, s_beta, s_norm, left, slot, phase, FORM: gl
 
 
 @gluon.jit
-def load_decays(
-    log_decay, s_decay, left, rows, PIECE: gl.constexpr, FIRST: gl.constexpr, CHANNELS: gl.constexpr
-):  # fmt: skip
-    """Log decays of some tokens and channels to shared memory, zeros after the sequence's end."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
-    o_r = gl.arange(0, COPIED, gl.SliceLayout(1, LAYOUT))[:, None]
-    o_k = gl.arange(0, CHANNELS, gl.SliceLayout(0, LAYOUT))[None, :]
-    log_decay += o_r * s_decay + o_k
-    for part in range(ROWS // COPIED):
-        async_copy.async_copy_global_to_shared(
-            rows.index(PIECE * (ROWS // COPIED) + part).slice(FIRST, CHANNELS, dim=1), log_decay,
-            mask=(o_r < left - part * COPIED) & (o_k < CHANNELS),
-        )  # fmt: skip
-        log_decay += COPIED * s_decay
-    async_copy.commit_group()
-
-
-@gluon.jit
-def leave_sums(rows, c, PIECE: gl.constexpr, FIRST: gl.constexpr, CHANNELS: gl.constexpr):
-    """c in the place of the log decays of some tokens and channels; that of the last token."""
+def leave_sums(decays, FIRST: gl.constexpr, CHANNELS: gl.constexpr):
+    """c in the place of the log decays of some channels; that of the last token."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([ADDED, 2], [1, 32], [1, 1], [1, 0])
-    for part in range(ROWS // ADDED):
-        tile = rows.index(PIECE * (ROWS // ADDED) + part).slice(FIRST, CHANNELS, dim=1)
+    rows = decays._reinterpret(gl.float32, [CHUNK // ADDED, ADDED, decays.shape[1]], PLAIN)
+    c = gl.zeros([CHANNELS], gl.float32, gl.SliceLayout(0, LAYOUT))
+    for part in range(CHUNK // ADDED):
+        tile = rows.index(part).slice(FIRST, CHANNELS, dim=1)
         steps = gl.maximum(tile.load(LAYOUT) * LOG2_E, RESET)
         x = four(gl.permute(gl.reshape(steps, [2, 2, CHANNELS]), (2, 0, 1)))
         c_0 = gl.convert_layout(c, x[0].type.layout) + x[0]

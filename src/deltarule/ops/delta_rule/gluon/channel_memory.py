@@ -21,6 +21,7 @@ from deltarule.ops.delta_rule.gluon.memory import (
     VALUES,
     new_barrier,
     square,
+    straight,
 )
 
 # Powers of two.
@@ -55,8 +56,10 @@ class ChannelTiles(NamedTuple):
     fast: Any
     # [SLOTS * GATES, 64] float32.
     gates: Any
-    # For the inverse (inverse.py): the first three in the memory of k near.
+    # For the inverse (inverse.py): the first two are found for each chunk (`for_inverse`), the next
+    # two are in the memory of k near.
     rows: Any
+    own: Any
     blocks: Any
     scaled: Any
     identity: Any
@@ -73,8 +76,9 @@ class ChannelBarriers(NamedTuple):
     # T is there; all state roles have left their rows of P.
     scored: Any
     paired: Any
-    # Sums of decays are there; what was left of the chunk before is free, and tokens beyond the
-    # range have their pairs.
+    # Log decays are there; their sums are; what was left of the chunk before is free, and tokens
+    # beyond the range have their pairs.
+    fetched: Any
     decays: Any
     sums: Any
     # o of a state role is there; it is in global memory.
@@ -82,9 +86,32 @@ class ChannelBarriers(NamedTuple):
     stored: Any
 
 
+class ChannelSaved(NamedTuple):
+    """What a backward is saved from computing again, as triton/channel_stages.py keeps it.
+
+    Of a chunk with the number n the first are rows n V .. or n 64 .. of theirs.
+    """
+
+    # Descriptors of [64, V], [64, 64] and [64, 64] a chunk: E, P and N.
+    errors: Any
+    scores: Any
+    corrections: Any
+    # Pointers to [V, K], thrice [64, K], [SCALINGS, 64], [K] and a number a chunk: S, q, k up and
+    # k rest as they meet the state, of the scalings beta, 2^c_end, and the number of fast tokens.
+    states: Any
+    decayed_q: Any
+    erase: Any
+    write: Any
+    scalings: Any
+    chunk_decay: Any
+    fast_rows: Any
+
+
 class ChannelForm(NamedTuple):
-    """What a call has. DECAY, UNIT and SAVE are what inverse.py and score.py ask for, of tiles
-    that are scaled already."""
+    """What a call has. DECAY and UNIT are what score.py asks for, of tiles that are scaled already.
+
+    SAVE: what a backward asks for is left, too.
+    """
 
     TIED: bool
     INITIAL: bool
@@ -109,15 +136,14 @@ def new_channel_tiles(
     near_low = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
     write = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
     o = gl.allocate_shared_memory(dtype, [PARTS, CHUNK, VALUES], SQUARE)
-    decays = gl.allocate_shared_memory(gl.float32, [1 if TIED else SLOTS, CHUNK, K], PLAIN)
+    decays = gl.allocate_shared_memory(gl.float32, [1 if TIED else SLOTS, CHUNK, K], straight())
     ends = gl.allocate_shared_memory(gl.float32, [SLOTS, K], PLAIN_1D)
     fast = gl.allocate_shared_memory(gl.float32, [1], PLAIN_1D)
     gates = gl.allocate_shared_memory(gl.float32, [SLOTS * GATES, CHUNK], PLAIN_1D)
     # Before Triton 3.7 a tuple has no None: what is not there is another thing that nobody reads.
-    t, rows, blocks, scaled, identity = p, p, p, p, decays
+    t, rows, own, blocks, scaled, identity = p, p, p, p, p, decays
     if TIED:
         t = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], SQUARE)
-        rows = near.index(0)._reinterpret(gl.float16, [CHUNK, CHUNK], SQUARE)
         more = near_low.index(0)._reinterpret(gl.float16, [2, 4, 16, 16], PLAIN_3D)
         blocks, scaled = more.index(0), more.index(1)
         identity = gl.allocate_shared_memory(gl.float32, [16, 16], PLAIN)
@@ -126,8 +152,8 @@ def new_channel_tiles(
         column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
         identity.store(gl.where(row == column, 1.0, 0.0))
     return ChannelTiles(
-        q, k, v, t, p, near, near_low, write, o, decays, ends, fast, gates, rows, blocks, scaled,
-        identity,
+        q, k, v, t, p, near, near_low, write, o, decays, ends, fast, gates, rows, own, blocks,
+        scaled, identity,
     )  # fmt: skip
 
 
@@ -137,9 +163,37 @@ def new_channel_barriers(PARTS: gl.constexpr, SLOTS: gl.constexpr, TIED: gl.cons
     full, empty = new_barrier(SLOTS, 2), new_barrier(SLOTS, PARTS)
     copied, scored = new_barrier(SLOTS, 1 + PARTS), new_barrier(1, 1)
     paired = new_barrier(1, PARTS)
+    fetched = new_barrier(1 if TIED else SLOTS, 1)
     decays, sums = new_barrier(1 if TIED else SLOTS, SUM_ROLES), new_barrier(1, 1)
     written, stored = new_barrier(PARTS, 1), new_barrier(PARTS, 1)
-    return ChannelBarriers(full, empty, copied, scored, paired, decays, sums, written, stored)
+    return ChannelBarriers(
+        full, empty, copied, scored, paired, fetched, decays, sums, written, stored
+    )  # fmt: skip
+
+
+@gluon.jit
+def decays_of(tiles, i):
+    """Log decays of chunk i, or their sums."""
+    decays = tiles.decays
+    SLOTS: gl.constexpr = decays.shape[0]
+    K: gl.constexpr = decays.shape[2]
+    return decays.index(i % SLOTS)._reinterpret(gl.float32, [CHUNK, K], PLAIN)
+
+
+@gluon.jit
+def for_inverse(tiles, slot, SLOTS: gl.constexpr):
+    """The tiles with `rows` where T of an earlier chunk was, which all roles have done with.
+
+    And with `own` behind the blocks that invert() finds where T will be.
+    """
+    t = tiles.t
+    rows = t.index((slot + 1) % SLOTS)._reinterpret(gl.float16, [CHUNK, CHUNK], square())
+    own = t.index(slot)._reinterpret(gl.float16, [4, 4, 16, 16], PLAIN_3D).index(2)
+    return ChannelTiles(
+        tiles.q, tiles.k, tiles.v, t, tiles.p, tiles.near, tiles.near_low, tiles.write, tiles.o,
+        tiles.decays, tiles.ends, tiles.fast, tiles.gates, rows, own, tiles.blocks, tiles.scaled,
+        tiles.identity,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -11,13 +11,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from deltarule.ops.delta_rule.gluon.channel_copies import leave_copies
 from deltarule.ops.delta_rule.gluon.channel_exact import leave_exact
-from deltarule.ops.delta_rule.gluon.channel_memory import RANGE, of_chunk
+from deltarule.ops.delta_rule.gluon.channel_memory import (
+    RANGE,
+    decays_of,
+    for_inverse,
+    of_chunk,
+)
 from deltarule.ops.delta_rule.gluon.channel_pairs import ONE
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, below, invert
 from deltarule.ops.delta_rule.gluon.memory import BLOCK, CHUNK, barrier, product
@@ -28,7 +34,7 @@ from deltarule.ops.delta_rule.gluon.score import blocks_of, leave_blocks
 @gluon.jit
 def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr):
     """What the state roles wait for, chunk by chunk; `of` as in `leave_exact`."""
-    tiles, barriers, place, _ = shared
+    tiles, barriers, place, saved = shared
     DECAY_SLOTS: gl.constexpr = tiles.decays.shape[0]
     if FORM.TIED:
         LAYOUT: gl.constexpr = product(CHUNK)
@@ -40,7 +46,11 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         mbarrier.wait(barriers.full.index(slot), phase)
         mbarrier.wait(barriers.decays.index(i % DECAY_SLOTS), (i // DECAY_SLOTS) & 1)
-        decays = tiles.decays.index(i % DECAY_SLOTS)
+        decays, number = decays_of(tiles, i), place.slot + i * place.value_heads
+        if FORM.SAVE and FORM.TIED:
+            # What was left here has gone.
+            tma.store_wait(0)
+            barrier()
         # `write` and P are those of the chunk before until the state roles have done with it.
         before = i + SLOTS - 1
         empty, phase_before = barriers.empty.index(before % SLOTS), ((before // SLOTS) & 1) ^ 1
@@ -52,8 +62,10 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
             fast = leave_exact(tiles, slot, decays, of, i * CHUNK, place.tokens, scale, K, FORM)
         tiles.fast.store(gl.zeros([1], gl.float32, ONE) + fast)
         mbarrier.arrive(barriers.sums.index(0))
-        third = leave_copies(tiles, slot, decays, K, 2 * BLOCK, FORM)
-        fourth = leave_copies(tiles, slot, decays, K, 3 * BLOCK, FORM)
+        if FORM.SAVE:
+            gl.store(saved.fast_rows + number, fast)
+        third = leave_copies(shared, slot, decays, number, scale, K, 2 * BLOCK, BLOCK, FORM)
+        fourth = leave_copies(shared, slot, decays, number, scale, K, 3 * BLOCK, BLOCK, FORM)
         if far == 0:
             mbarrier.wait(empty, phase_before)
         tiles.write.index(0).slice(2 * BLOCK, BLOCK).store(third)
@@ -62,12 +74,22 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
         mbarrier.arrive(barriers.copied.index(slot))
         mbarrier.wait(barriers.copied.index(slot), phase)
         if FORM.TIED:
-            leave_pairs(tiles, barriers, slot, fast, i, FORM)
+            own = for_inverse(tiles, slot, SLOTS)
+            leave_pairs(own, slot, fast, i, FORM)
             barrier()
-            t = invert(tiles, slot, on_16, on_32, places, i & 1, False)
-            tiles.t.index(slot).store(gl.where(o_i == o_j, 1.0, t).to(tiles.t.dtype))
+            # P is there, and no product reads `near_low`.
+            mbarrier.wait(barriers.paired.index(0), i & 1)
+            t = invert(own, slot, on_16, on_32, places, i & 1, FORM.SAVE)
+            if not FORM.SAVE:
+                t = gl.where(o_i == o_j, 1.0, t)
+            tiles.t.index(slot).store(t.to(tiles.t.dtype))
             fence_async_shared()
             mbarrier.arrive(barriers.scored.index(0))
+            if FORM.SAVE:
+                n = tiles.t.index(slot)
+                tma.async_copy_shared_to_global(saved.corrections, [number * CHUNK, 0], n)
+    if FORM.SAVE:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -79,7 +101,7 @@ def least_sum(decays, K: gl.constexpr):
 
 
 @gluon.jit
-def leave_pairs(tiles, barriers, slot, fast, i, FORM: gl.constexpr):
+def leave_pairs(tiles, slot, fast, i, FORM: gl.constexpr):
     """- L of the blocks on the diagonal, at the place of T, and the rest of M in `rows`.
 
     M is made transposed, [j, i], because the substitution wants the columns of its blocks.
@@ -91,13 +113,10 @@ def leave_pairs(tiles, barriers, slot, fast, i, FORM: gl.constexpr):
     k = tiles.k.index(slot).permute((1, 0))
     m = warpgroup_mma(of_chunk(tiles.near, i), k, zero, use_acc=False, is_async=True)
     m = warpgroup_mma(of_chunk(tiles.near_low, i), k, m, is_async=True)
-    mbarrier.wait(barriers.paired.index(0), i & 1)
     m = warpgroup_mma_wait(0, deps=(m,))
     if fast < CHUNK:
         exact = tiles.t.index(slot)._reinterpret(gl.float16, [CHUNK, CHUNK], PLAIN)
         m = gl.where(o_i < fast, m, exact.permute((1, 0)).load(LAYOUT).to(gl.float32))
-    # No product reads the memory of `rows` any more.
-    barrier()
     rest = gl.where(o_j // BLOCK < o_i // BLOCK, m, 0.0)
     tiles.rows.permute((1, 0)).store(rest.to(gl.float16))
     barrier()

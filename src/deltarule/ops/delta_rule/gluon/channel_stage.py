@@ -4,24 +4,27 @@ As in stage.py: it can run where `why_not_form` finds nothing against it, and im
 more.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from deltarule.ops.delta_rule.gluon.channel_forward import channel_forward_kernel
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, straight
 from deltarule.ops.delta_rule.gluon.stage import FusedLaunch, norms_of, strides
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import Call
 from deltarule.ops.runtime.launch import ALIGNED, Launch
 
-# The erases with which impl="triton" takes it where its programs fill the GPU. Set it before the
-# first call: plans keep what was chosen.
-CHOSEN = ("none", "tied")
 SIZES = 128, 128
 # Chunks of q, k and v in shared memory, and registers of a thread: on average, of the second state
 # role (the first has what the others leave), of the score role, and of those that move tiles.
 SLOTS = 2
 AVERAGE, STATE, SCORE, OTHERS = 128, 192, 104, 24
+
+# What is saved for a backward, by the copy engine and otherwise.
+MOVED = "errors", "scores", "corrections"
+KEPT = "states", "decayed_q", "erase", "write", "scalings", "chunk_decay", "fast_rows"
 
 
 def why_not_form(inputs: Inputs) -> str | None:
@@ -39,7 +42,7 @@ def why_not_form(inputs: Inputs) -> str | None:
     return None
 
 
-def channel_launch(call: Call) -> Launch:
+def channel_launch(call: Call, save: bool) -> Launch:
     """`channel_forward_kernel` with its constants."""
     inputs = call.inputs
     _, tokens, heads, key_size = inputs.q.shape
@@ -52,27 +55,50 @@ def channel_launch(call: Call) -> Launch:
     }  # fmt: skip
     constants = {
         "K": key_size, "V": value_size, "SLOTS": SLOTS, "TIED": inputs.beta is not None,
-        "UNIT": inputs.normalize_qk, "PACKED": packed, "RAGGED": packed or tokens % rows != 0,
+        "UNIT": inputs.normalize_qk, "PACKED": packed, "SAVE": save,
+        "RAGGED": packed or tokens % rows != 0,
         "STATE_REGISTERS": STATE, "SCORE_REGISTERS": SCORE, "REGISTERS": OTHERS,
         "num_warps": 4, "maxnreg": AVERAGE,
     }  # fmt: skip
-    return FusedLaunch(channel_forward_kernel, constants, tiles)
+    loaded = {name: tiles[name] for name in ("q", "k", "v")}
+    loaded["decays"] = value_heads * key_size, [rows, key_size]
+    if constants["RAGGED"]:
+        loaded = {name: (width, [1, 1, *tile]) for name, (width, tile) in loaded.items()}
+    tiles |= loaded
+    if save:
+        tiles["scores"] = rows, [rows * VALUES.value // value_size, rows]
+        if inputs.beta is not None:
+            tiles["errors"] = value_size, [rows, VALUES.value]
+            tiles["corrections"] = rows, [rows, rows]
+    return ChannelLaunch(channel_forward_kernel, constants, tiles)
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """Outputs and the final state; every tensor but beta and the decays lies in one piece."""
+class ChannelLaunch(FusedLaunch):
+    """Rows of log decays lie one after the other."""
+
+    def layout(self, name: str, rank: int, bits: int) -> Any:
+        return straight(rank, bits) if name == "decays" else super().layout(name, rank, bits)
+
+
+def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
+    """Outputs and the final state; every tensor but beta and the decays lies in one piece.
+
+    `save`: what a backward asks for is left where the call has room.
+    """
     inputs, decays = call.inputs, call.inputs.log_decay
     assert decays is not None
     q, k, v, value_heads = inputs.q, inputs.k, inputs.v, inputs.v.shape[2]
     norms = norms_of(call)
     o = call.empty(inputs.output_shape, v.dtype)
     final = call.empty(inputs.state_shape)
+    decays = in_rows(decays)
+    moved, kept = ([call[name] if save else None for name in names] for names in (MOVED, KEPT))
     given = (
-        q, k, v, o, q, k, v, o, in_rows(decays), inputs.beta, norms, inputs.cu_seqlens,
+        q, k, v, o, decays, *moved, q, k, o, *kept, decays, inputs.beta, norms, inputs.cu_seqlens,
         inputs.initial_state, final, inputs.scale, *q.shape[1:3], value_heads,
         *strides(inputs.beta),
     )  # fmt: skip
-    call.once(channel_launch)((inputs.sequences * value_heads, 1, 1), *given)
+    call.once(channel_launch, save)((inputs.sequences * value_heads, 1, 1), *given)
     return o, final
 
 

@@ -3,9 +3,10 @@
     W = beta (V - (S (k up)^T)^T 2^-SHIFT)        X = T W
     O = scale (S (q up)^T)^T 2^-SHIFT + P X        S <- S Diag(2^c_end) + X^T (k rest)
 
-with T of the score role (channel_score.py), and q and k scaled by all of them; without an erase
-X = V. Each role makes its share of the rows of P (channel_pairs.py). All is transposed, as in
-state.py.
+or with SAVE, as in state.py, E = F + N beta F of F = V - (S (k up)^T)^T 2^-SHIFT and X = beta E,
+with T or N of the score role (channel_score.py), and q and k scaled by all of them; without an
+erase X = V. Each role makes its share of the rows of P (channel_pairs.py). All is transposed, as
+in state.py.
 """
 
 from triton.experimental import gluon
@@ -13,14 +14,31 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from deltarule.ops.delta_rule.gluon.channel_copies import leave_copies
-from deltarule.ops.delta_rule.gluon.channel_memory import UNSHIFT, of_chunk
+from deltarule.ops.delta_rule.gluon.channel_memory import UNSHIFT, decays_of, of_chunk
 from deltarule.ops.delta_rule.gluon.channel_pairs import leave_scores
-from deltarule.ops.delta_rule.gluon.memory import BETA, BLOCK, CHUNK, ERASE, GATES, VALUES, product
+from deltarule.ops.delta_rule.gluon.memory import (
+    BETA,
+    CHUNK,
+    ERASE,
+    GATES,
+    VALUES,
+    barrier,
+    product,
+)
+
+# [64, K] of S with eight channels a lane: the numbers of a product, moved between four lanes.
+ROWS_OF_STATE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 128],
+    )
+)  # fmt: skip
 
 
 @gluon.jit
@@ -29,11 +47,12 @@ def channel_state_role(
     FORM: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 PART .. of the state; o of every chunk to shared memory; the final state."""
-    tiles, barriers, place, _ = shared
+    tiles, barriers, place, saved = shared
     initial_state, final_state, scale = states
     STATE: gl.constexpr = product(K)
     TOKENS: gl.constexpr = product(CHUNK)
     ROWS: gl.constexpr = CHUNK // PARTS
+    SCALED: gl.constexpr = CHUNK // (2 * PARTS)
     OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
@@ -47,14 +66,14 @@ def channel_state_role(
     zero, read = gl.zeros([VALUES, CHUNK], gl.float32, TOKENS), scale * UNSHIFT
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
-        gate = slot * GATES
+        gate, number = slot * GATES, place.slot + i * place.value_heads
         mbarrier.wait(barriers.full.index(slot), phase)
         mbarrier.wait(barriers.sums.index(0), i & 1)
-        decays = tiles.decays.index(i % tiles.decays.shape[0])
-        rest = leave_copies(tiles, slot, decays, K, PART * BLOCK, FORM)
+        decays = decays_of(tiles, i)
+        rest = leave_copies(shared, slot, decays, number, scale, K, PART * SCALED, SCALED, FORM)
         before = i + SLOTS - 1
         mbarrier.wait(barriers.empty.index(before % SLOTS), ((before // SLOTS) & 1) ^ 1)
-        tiles.write.index(0).slice(PART * BLOCK, BLOCK).store(rest)
+        tiles.write.index(0).slice(PART * SCALED, SCALED).store(rest)
         fence_async_shared()
         mbarrier.arrive(barriers.copied.index(slot))
         left = gl.convert_layout(s.to(dtype), OF_TOKENS)
@@ -63,6 +82,10 @@ def channel_state_role(
         leave_scores(tiles, slot, i, scale, PART * ROWS, ROWS, FORM)
         fence_async_shared()
         mbarrier.arrive(barriers.paired.index(0))
+        if FORM.SAVE:
+            pairs, row = tiles.p.index(0).slice(PART * ROWS, ROWS), number * CHUNK + PART * ROWS
+            tma.async_copy_shared_to_global(saved.scores, [row, 0], pairs)
+            save_state(saved.states, number, left, PART, PARTS, K)
         q, k = tiles.q.index(slot).permute((1, 0)), tiles.k.index(slot).permute((1, 0))
         o = warpgroup_mma(left, q, zero, use_acc=False, is_async=True)
         if FORM.TIED:
@@ -70,15 +93,16 @@ def channel_state_role(
             o = warpgroup_mma_wait(1, deps=(o,))
             o = o * read
             erased = warpgroup_mma_wait(0, deps=(erased,))
-            erased *= tiles.gates.index(gate + ERASE).load(TOKEN)[None, :]
-            beta = tiles.gates.index(gate + BETA).load(TOKEN)[None, :]
-            x = v.to(gl.float32) * beta - erased
-            right = gl.convert_layout(x.to(dtype), OF_TOKENS)
+            w, f = corrected(tiles, gate, v, erased, zero, FORM)
+            right = gl.convert_layout(w.to(dtype), OF_TOKENS)
             mbarrier.wait(barriers.scored.index(0), i & 1)
             t = tiles.t.index(slot).permute((1, 0))
-            x = warpgroup_mma(right, t, zero, use_acc=False, is_async=True)
+            x = warpgroup_mma(right, t, f, use_acc=FORM.SAVE, is_async=True)
             s = s * tiles.ends.index(slot).load(gl.SliceLayout(0, STATE))[None, :]
             x = warpgroup_mma_wait(0, deps=(x,))
+            if FORM.SAVE:
+                errors = x.to(dtype)
+                x *= tiles.gates.index(gate + BETA).load(TOKEN)[None, :]
             low = x.to(dtype)
         else:
             s = s * tiles.ends.index(slot).load(gl.SliceLayout(0, STATE))[None, :]
@@ -91,10 +115,46 @@ def channel_state_role(
         )
         p = of_chunk(tiles.p, i).permute((1, 0))
         o = warpgroup_mma(gl.convert_layout(low, OF_TOKENS), p, o, is_async=True)
+        if FORM.SAVE and FORM.TIED:
+            # In the place of v, which is in registers.
+            e = tiles.v.index(slot * PARTS + PART)
+            e.permute((1, 0)).store(errors)
+            fence_async_shared()
+            barrier()
+            at = [number * CHUNK, PART * VALUES]
+            tma.async_copy_shared_to_global(saved.errors, at, e)
         s, o = warpgroup_mma_wait(0, deps=(s, o))
+        if FORM.SAVE:
+            tma.store_wait(0)
         mbarrier.arrive(barriers.empty.index(slot))
         mbarrier.wait(barriers.stored.index(PART), (i & 1) ^ 1)
         tiles.o.index(PART).permute((1, 0)).store(o.to(dtype))
         fence_async_shared()
         mbarrier.arrive(barriers.written.index(PART))
     gl.store(final_state + o_s, s)
+
+
+@gluon.jit
+def corrected(tiles, gate, v, erased, f, FORM: gl.constexpr):
+    """W; with SAVE also F, which E begins with."""
+    TOKEN: gl.constexpr = gl.SliceLayout(0, product(CHUNK))
+    beta = tiles.gates.index(gate + BETA).load(TOKEN)[None, :]
+    if FORM.SAVE:
+        f = v.to(gl.float32) - erased * UNSHIFT
+        w = f * beta
+    else:
+        erase = tiles.gates.index(gate + ERASE).load(TOKEN)[None, :]
+        w = v.to(gl.float32) * beta - erased * erase
+    return w, f
+
+
+@gluon.jit
+def save_state(
+    states, number, low, PART: gl.constexpr, PARTS: gl.constexpr, K: gl.constexpr
+):  # fmt: skip
+    """S of the chunk's start."""
+    low = gl.convert_layout(low, ROWS_OF_STATE)
+    o_v = gl.arange(0, VALUES, gl.SliceLayout(1, ROWS_OF_STATE))[:, None]
+    o_k = gl.arange(0, K, gl.SliceLayout(0, ROWS_OF_STATE))[None, :]
+    states += (number.to(gl.int64) * PARTS + PART) * (VALUES * K)
+    gl.store(states + (o_v * K + o_k), low)

@@ -87,6 +87,12 @@ def square(rank: int = 2, bits: int = 16) -> Any:
 
 
 @triton.constexpr_function
+def straight(rank: int = 2, bits: int = 32) -> Any:
+    """Tiles as the copy engine takes them, rows one after the other."""
+    return gl.NVMMASharedLayout(0, bits, rank=rank)
+
+
+@triton.constexpr_function
 def product(columns: int) -> Any:
     """The sums of a warpgroup's product of 64 rows."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])

@@ -175,7 +175,6 @@ def pays(inputs: Inputs, plan: Plan, save: bool = False) -> bool:
     """
     return (
         (TRAINING or not save)
-        and not (save and inputs.by_channel)
         and why_unasked_never(inputs) is None
         and not plan.per_segment
         and not (save and inputs.beta is None and inputs.log_decay is None)
@@ -189,8 +188,6 @@ def why_unasked_never(inputs: Inputs) -> str | None:
     """Why only impl="gluon" takes it, whatever the number of programs, or None."""
     if has_tensor_memory(inputs.q.device) or inputs.n_steps > STEPS_TIMED:
         return "does not take what no GPU has timed yet"
-    if inputs.by_channel and inputs.erase not in of_channels().CHOSEN:
-        return "its own kernels are as fast with decays per channel and an erase"
     return None
 
 
@@ -220,9 +217,13 @@ class FusedLaunch(Launch):
         given = list(arguments)
         for place, width, tile in self.tiles:
             x = described(given[place], width, tile)
-            layout = square(len(tile), 8 * x.base.itemsize)
+            layout = self.layout(self.kernel.arg_names[place], len(tile), 8 * x.base.itemsize)
             given[place] = TensorDescriptor(x.base, x.shape, x.strides, tile, layout)
         return given
+
+    def layout(self, name: str, rank: int, bits: int) -> Any:
+        """Of the tiles of an argument in shared memory."""
+        return square(rank, bits)
 
 
 def forward_launch(call: Call, save: bool) -> Launch:
@@ -299,7 +300,7 @@ def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
     `save`: what the call has buffers for is left there for a backward.
     """
     if call.inputs.by_channel:
-        return of_channels().forward(call)
+        return of_channels().forward(call, save)
     inputs, scale = call.inputs, call.inputs.scale
     q, k, v, value_heads = inputs.q, inputs.k, inputs.v, inputs.v.shape[2]
     norms = norms_of(call)
