@@ -18,12 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from deltarule.ops.delta_rule.gluon.stage import FusedLaunch
+from deltarule.ops.runtime.gluon_tiles import FusedLaunch
 from deltarule.ops.runtime.tensor_maps import FAR
 
 TYPES = {
@@ -31,6 +33,8 @@ TYPES = {
     "int32": torch.int32, "int64": torch.int64,
 }  # fmt: skip
 PATIENCE = 60.0
+# Of Triton's language, too, which Triton's own interpreter may have taken.
+FUNCTIONS = JITFunction, InterpretedFunction
 
 
 class Value:
@@ -75,7 +79,7 @@ def of_values(of: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, y: y + x if isinstance(y, Pointer) else Value(of(plain(x), plain(y)))
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "rshift", "and_", "xor"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "rshift", "and_", "xor"):
     _of = of_values(getattr(operator, _name))
     setattr(Value, f"__{_name.strip('_')}__", _of)
     setattr(Value, f"__r{_name.strip('_')}__", mirrored(_of))
@@ -89,6 +93,7 @@ class Pointer:
 
     def __init__(self, memory: Tensor, offset: Any = 0) -> None:
         self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, more: Any) -> "Pointer":
         return Pointer(self.memory, plain(self.offset) + plain(more))
@@ -109,7 +114,7 @@ class Pointer:
 
     def store(self, x: Tensor, mask: Any = None) -> None:
         offset, mask = self.at(mask)
-        x = x.expand(offset.shape).to(self.memory.dtype)
+        x = torch.as_tensor(x).expand(offset.shape).to(self.memory.dtype)
         self.memory.view(-1)[offset[mask]] = x[mask]
 
 
@@ -233,11 +238,15 @@ class Barrier:
         self.seen[role] = expected + 1
 
 
-class Product:
+class Product(Value):
     """A product in flight: at its wait its operands must be what they were."""
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self.compute, self.result = compute, compute()
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        raise AssertionError("used before a wait")
 
     def finish(self) -> None:
         again = self.compute()
@@ -501,8 +510,9 @@ class Machine:
         products = self.local.products
         while len(products) > left:
             products.pop(0).finish()
-        assert not any(x in products for x in deps), "used before a wait"
-        done = tuple(Value(x.result) for x in deps)
+        # Of one in flight nobody may look at the numbers.
+        flying = {*map(id, products)}
+        done = tuple(x if id(x) in flying else Value(x.result) for x in deps)
         return done if len(done) > 1 else done[0]
 
 
@@ -553,10 +563,17 @@ def language(machine: Machine) -> SimpleNamespace:
     def where(condition: Value, x: Any, y: Any) -> Value:
         return Value(torch.where(plain(condition), plain(x), plain(y)))
 
+    def added(at: Pointer, more: int, sem: str) -> Value:
+        before = at.load()
+        at.store(before + more)
+        return Value(before)
+
     return SimpleNamespace(
         **TYPES, constexpr=None, BlockedLayout=nothing, SliceLayout=nothing,
         DotOperandLayout=nothing, SwizzledSharedLayout=nothing, num_warps=lambda: 1,
         static_range=range, where=where, exp2=elementwise(power), log2=elementwise(torch.log2),
+        exp=elementwise(torch.exp), rsqrt=elementwise(torch.rsqrt), atomic_add=added,
+        fma=lambda x, y, z: x * y + z, NVMMADistributedLayout=nothing,
         maximum=elementwise(torch.maximum), minimum=elementwise(torch.minimum),
         arange=lambda start, end, layout: Value(torch.arange(start, end, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: Value(torch.zeros([int(x) for x in shape], dtype=dtype)),
@@ -570,7 +587,7 @@ def language(machine: Machine) -> SimpleNamespace:
         join=lambda x, y: Value(torch.stack([x.data, y.data], -1)),
         program_id=lambda axis: Value(torch.tensor(machine.program)),
         num_programs=lambda axis: Value(torch.tensor(machine.programs)),
-        load=lambda x, mask=None, other=0.0: Value(x.load(mask, other)),
+        load=lambda x, mask=None, other=0.0, cache_modifier="": Value(x.load(mask, other)),
         store=lambda x, y, mask=None: x.store(torch.as_tensor(plain(y)), mask),
         shared_memory_descriptor=Barrier,
         allocate_shared_memory=machine.allocate, warp_specialize=machine.specialize,
@@ -605,24 +622,29 @@ def replaced(machine: Machine) -> dict[str, Any]:
 def interpreted(kernel: Any, machine: Machine, known: dict[Any, Any] | None = None) -> Any:
     """The kernel's function, with all that it calls, in the interpreter's language."""
     known = {} if known is None else known
-    if kernel in known:
-        return known[kernel]
+    # A kernel's own hash is that of its source, which it takes anew.
+    if id(kernel) in known:
+        return known[id(kernel)]
     ours = replaced(machine)
     names: dict[str, Any] = {"__builtins__": __builtins__}
     function = FunctionType(
         kernel.fn.__code__, names, kernel.fn.__name__, kernel.fn.__defaults__
     )  # fmt: skip
-    known[kernel] = function
+    known[id(kernel)] = function
     for name, x in kernel.fn.__globals__.items():
         if name in ours:
             names[name] = ours[name]
-        elif isinstance(x, JITFunction):
+        elif isinstance(x, FUNCTIONS):
             names[name] = interpreted(x, machine, known)
+        elif x is tl:
+            names[name] = ours["gl"]
+        elif isinstance(x, ModuleType):
+            own = {n: f for n, f in vars(x).items() if isinstance(f, FUNCTIONS)}
+            own = {n: interpreted(f, machine, known) for n, f in own.items()}
+            own |= {n: y.value for n, y in vars(x).items() if isinstance(y, gl.constexpr)}
+            names[name] = SimpleNamespace(**own)
         elif isinstance(x, gl.constexpr):
             names[name] = x.value
-        elif isinstance(x, ModuleType):
-            constants = {n: y.value for n, y in vars(x).items() if isinstance(y, gl.constexpr)}
-            names[name] = SimpleNamespace(**constants)
         elif type(x).__name__ == "ConstexprFunction":
             names[name] = x.fn
         elif isinstance(x, type):

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from ahead import Launch, main, recording
 from torch import Tensor
 
 from deltarule.nn.mlp import GatedProducts
+from deltarule.ops.fused import few_rows_triton
 from deltarule.ops.fused.convolution_step_triton import Stream, Within, convolution_step
 from deltarule.ops.fused.cross_entropy import cross_entropy
 from deltarule.ops.fused.few_rows_triton import few_rows
@@ -174,6 +176,11 @@ def halves(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=BF16)
 
 
+def by_ring(*given: Any) -> Tensor:
+    with patch.object(few_rows_triton, "takes_ring", return_value=True):
+        return few_rows(*given)
+
+
 CHANNELS, TAPS, OFFSETS = halves(2, 4096, 2048), torch.empty(2048, 4), torch.tensor([0, 4096])
 ROW, ONE_ROW, VOCAB = halves(5472), halves(2048, 5472), halves(64, 50_000)
 HEADS, GATES = halves(1, 256, 16, 128), halves(1, 4096, 16, 128)
@@ -203,15 +210,18 @@ FUSED = {
         0, normed_row, halves(16, 192), halves(192), 1e-5, halves(2048, 3072), halves(16, 192),
         "silu", halves(2048),
     ),
-    "few rows": (0, few_rows, halves(32, 5472), ONE_ROW),
-    "few rows, W ahead": (0, few_rows, halves(5, 5472), ONE_ROW),
-    "few rows, gated": (0, few_rows, halves(64, 2048), ONE_ROW.mT.contiguous(), True),
-    "few rows, convolved": (0, few_rows, halves(64, 2048), halves(9248, 2048), False, WITHIN),
     "likeliest": (0, likeliest, VOCAB),
     "decay": (2, log_decay, GATES, torch.empty(16), torch.empty(16, 128), True),
     "strength": (1, write_strength, GATES, 1.0),
     "cross entropy": (1, cross_entropy, VOCAB, TARGETS_OF_ROWS, -100),
 }  # fmt: skip
+FEW_ROWS = {
+    "few rows": (halves(32, 5472), ONE_ROW),
+    "few rows, gated": (halves(32, 2048), ONE_ROW.mT.contiguous(), True),
+    "few rows, convolved": (halves(32, 2048), halves(9248, 2048), False, WITHIN),
+}
+FUSED |= {name: (0, few_rows, *of) for name, of in FEW_ROWS.items()}
+FUSED |= {f"{name}, ring": (0, by_ring, *of) for name, of in FEW_ROWS.items()}
 CALLS |= {f"fused, {name}": partial(differentiated, *of) for name, of in FUSED.items()}
 
 
@@ -222,4 +232,11 @@ def launches(call: Callable[[], None]) -> list[Launch]:
 
 
 if __name__ == "__main__":
-    main(calls=lambda capability: ((name, partial(launches, x)) for name, x in CALLS.items()))
+    main(
+        calls=lambda capability: (
+            (name, partial(launches, x))
+            for name, x in CALLS.items()
+            # Only Hopper has what the kernels with a ring of tiles are written in.
+            if not name.endswith("ring") or capability == 90
+        )
+    )

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, product, square
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, product
 from deltarule.ops.delta_rule.gluon.products import (
     finish,
     operand,
@@ -25,6 +25,7 @@ from deltarule.ops.delta_rule.gluon.products import (
     tell,
     value,
 )
+from deltarule.ops.runtime.gluon_tiles import square
 from gluon_interpreter import Machine, interpret_launches
 from gluon_interpreter import run as launched
 from ops import test_gluon as forward

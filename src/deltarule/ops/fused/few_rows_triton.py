@@ -4,11 +4,13 @@
     h = SiLU(x W_gate^T) * x W_up^T     W_gate and W_up end to end
 
 Outputs are the long side of a product of tensor cores, rows the short one. Before a program looks
-at x, which in a chain of kernels is not there yet, its first tiles of W may be on their way.
+at x, which in a chain of kernels is not there yet, its first tiles of W are on their way.
 Few outputs are shared out over SPLIT programs by channels: the last of them to be done adds the
 parts up in their order, so that a row has the same bits each time. They depend on how many rows
 stand beside it only by NARROW, where SPLIT changes.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -18,39 +20,37 @@ from torch import Tensor
 from deltarule.ops.fused import convolution_step_triton as convolution
 from deltarule.ops.fused.convolution_step_triton import Within
 from deltarule.ops.runtime.chained import chained, counters, let_next_start, wait_for_last
+from deltarule.ops.runtime.launch import ALIGNED
 from deltarule.ops.runtime.named import launch
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Outputs of a program, and channels of a tile.
 OUTPUTS, CHANNELS = 64, 128
-# Up to so many rows W goes ahead of x; for more, two tiles at once from memory are faster.
+# More rows are faster by the ring of few_rows_gluon.py on Hopper.
 NARROW = 16
-# By whether W goes ahead: tiles on their way and one more, and programs that a GPU should have,
-# of which those that share channels count in half as many places.
-STAGES, PROGRAMS = {True: 5, False: 4}, {True: 264, False: 128}
+# Here, and in the ring: tiles on their way and one more; its tiles.
+STAGES, SLOTS = 5, 4
+# Programs that a GPU should have, by whether they have a ring; those that share channels count in
+# half as many places.
+PROGRAMS = {False: 264, True: 128}
 # Programs that share the channels of some outputs, at most.
 MOST_PARTS = 8
 
 
 @triton.jit
 def tile_at(p, o_i, m, I: tl.constexpr, BI: tl.constexpr):
-    """Channels of the rows at p, or of those of them that m says."""
-    p_tile = p[:, None] + o_i[None, :]
+    """Channels of those of the rows at p that m says."""
+    m_tile = m[:, None]
     if I % BI != 0:
-        m_i = (o_i < I)[None, :]
-        b = tl.load(p_tile, mask=m_i if m is None else m_i & m[:, None], other=0.0)
-    elif m is None:
-        b = tl.load(p_tile)
-    else:
-        b = tl.load(p_tile, mask=m[:, None], other=0.0)
-    return b
+        m_tile = (o_i < I)[None, :] & m_tile
+    return tl.load(p[:, None] + o_i[None, :], mask=m_tile, other=0.0)
 
 
 @triton.jit
 def few_rows_kernel(
     x, weight, y, parts, arrived, w_0, h_0, w_1, h_1, w_2, h_2, N, O,
     I: tl.constexpr, BO: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr,
-    AHEAD: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr, D_0: tl.constexpr,
+    SPLIT: tl.constexpr, GATED: tl.constexpr, D_0: tl.constexpr,
     D_1: tl.constexpr, D_2: tl.constexpr, W: tl.constexpr, ACTIVATED: tl.constexpr,
     EARLY: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -76,21 +76,14 @@ def few_rows_kernel(
         before = convolution.seen_before(o_o[None, :], o_n[:, None], m, i_o * BO, *of, W)
     p_x = x + o_n * I
     b_y = tl.zeros([BO, BN], tl.float32)
-    if AHEAD:
-        # The first tiles of W are on their way before the wait, and x comes a round early.
-        b_x = tl.zeros([BN, BI], x.dtype.element_ty)
-        for tile in range(first, last + 1):
-            b_w = tile_at(p_w, (tile - 1) * BI + o_i, (o_o >= 0) & (tile > first), I, BI)
-            wait_for_last(CHAINED)
-            b_next = tile_at(p_x, tile * BI + o_i, m_n & (tile < last), I, BI)
-            b_y = tl.dot(b_w, tl.trans(b_x), b_y, input_precision="ieee")
-            b_x = b_next
-    else:
+    # The first tiles of W are on their way before the wait, and x comes a round early.
+    b_x = tl.zeros([BN, BI], x.dtype.element_ty)
+    for tile in range(first, last + 1):
+        b_w = tile_at(p_w, (tile - 1) * BI + o_i, (o_o >= 0) & (tile > first), I, BI)
         wait_for_last(CHAINED)
-        for tile in range(first, last):
-            b_w = tile_at(p_w, tile * BI + o_i, None, I, BI)
-            b_x = tile_at(p_x, tile * BI + o_i, m_n, I, BI)
-            b_y = tl.dot(b_w, tl.trans(b_x), b_y, input_precision="ieee")
+        b_next = tile_at(p_x, tile * BI + o_i, m_n & (tile < last), I, BI)
+        b_y = tl.dot(b_w, tl.trans(b_x), b_y, input_precision="ieee")
+        b_x = b_next
     if SPLIT > 1:
         o_part = o_n[None, :] * BO + tl.arange(0, BO)[:, None]
         p_part = parts + i_o * SPLIT * BN * BO + o_part
@@ -122,9 +115,9 @@ def few_rows(
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     blocks = cdiv(weight.shape[0], OUTPUTS)
-    ahead = rows <= NARROW
+    ring = takes_ring(x, weight)
     # None of the programs that share channels is without a tile.
-    split = max(1, min(MOST_PARTS, PROGRAMS[ahead] // blocks, cdiv(inputs, CHANNELS)))
+    split = max(1, min(MOST_PARTS, PROGRAMS[ring] // blocks, cdiv(inputs, CHANNELS)))
     # From 16 on a row has the same bits however many there are.
     width = max(16, power_of_2(rows))
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
@@ -134,7 +127,28 @@ def few_rows(
         arrived = counters(x.device)
     values = {"x": x, "weight": weight, "y": y, "parts": parts, "arrived": arrived, "N": rows}
     values |= {"O": outputs, "I": inputs, "BO": OUTPUTS, "BN": width, "BI": CHANNELS}
-    values |= {"AHEAD": ahead, "SPLIT": split, "GATED": gated, "num_stages": STAGES[ahead]}
-    values |= {**convolution.values_of(within), **chained(), "num_warps": 4}
-    launch(few_rows_kernel, (blocks, split, 1), values)
+    values |= {"SPLIT": split, "GATED": gated, "num_warps": 4}
+    values |= {**convolution.values_of(within), **chained()}
+    if ring:
+        # Gluon is imported where it runs.
+        from deltarule.ops.fused.few_rows_gluon import few_rows_kernel as kernel
+        from deltarule.ops.runtime.gluon_tiles import FusedLaunch
+
+        tiles: dict[str, Any] = {"x": (inputs, [width, CHANNELS])}
+        tiles["weight"] = inputs, [OUTPUTS, CHANNELS]
+        if gated:
+            tiles["weight"] = (outputs, inputs), [2, OUTPUTS // 2, CHANNELS]
+        values["SLOTS"] = SLOTS
+        launch(kernel, (blocks * split, 1, 1), values, tiles, FusedLaunch)
+    else:
+        values["num_stages"] = STAGES
+        launch(few_rows_kernel, (blocks, split, 1), values)
     return y
+
+
+def takes_ring(x: Tensor, weight: Tensor) -> bool:
+    """Whether rows are many enough, and a Hopper's copy engine fetches both."""
+    if not x.is_cuda or len(x) <= NARROW or x.dtype.itemsize != 2 or x.shape[1] % 8:
+        return False
+    aligned = (x.data_ptr() | weight.data_ptr()) % ALIGNED == 0
+    return aligned and torch.cuda.get_device_capability(x.device)[0] == 9

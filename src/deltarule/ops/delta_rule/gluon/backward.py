@@ -49,14 +49,7 @@ from deltarule.ops.delta_rule.gluon.gradients import (
     sums_of_halves,
 )
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
-from deltarule.ops.delta_rule.gluon.memory import (
-    CHUNK,
-    barrier,
-    new_barrier,
-    packed_bounds,
-    square,
-    there_of_state,
-)
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds, there_of_state
 from deltarule.ops.delta_rule.gluon.which import (
     BARE_WRITES,
     BETAS,
@@ -71,6 +64,7 @@ from deltarule.ops.delta_rule.gluon.which import (
     READS,
     WRITES,
 )
+from deltarule.ops.runtime.gluon_tiles import barrier, new_barrier, square
 
 # What is there, and what may be overwritten.
 Barriers = namedtuple(

@@ -28,8 +28,9 @@ from deltarule.ops.delta_rule.gluon.channel_movers import channel_load_role
 from deltarule.ops.delta_rule.gluon.channel_score import channel_score_role
 from deltarule.ops.delta_rule.gluon.channel_state import channel_state_role
 from deltarule.ops.delta_rule.gluon.forward import place_of
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, Form, barrier
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, Form
 from deltarule.ops.delta_rule.gluon.movers import store_role
+from deltarule.ops.runtime.gluon_tiles import barrier
 
 GENERAL = ["T", "s_beta_b", "s_beta_t", "s_beta_h"]
 

@@ -56,8 +56,9 @@ from deltarule.ops.delta_rule.gluon.gradients import (
     store_beta_gradient,
 )
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, four, joined
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, barrier, new_barrier, square
+from deltarule.ops.delta_rule.gluon.memory import CHUNK
 from deltarule.ops.delta_rule.gluon.which import ERASES, FACTORS, READS, WRITES
+from deltarule.ops.runtime.gluon_tiles import barrier, new_barrier, square
 
 # Rows and channels that a lane adds up together: the rows of a tile are swizzled by eights.
 EIGHT, CHANNELS = gl.constexpr(8), gl.constexpr(64)

@@ -15,14 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, PLAIN_3D
-from deltarule.ops.delta_rule.gluon.memory import (
-    CHUNK,
-    GATES,
-    VALUES,
-    new_barrier,
-    square,
-    straight,
-)
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, GATES, VALUES, straight
+from deltarule.ops.runtime.gluon_tiles import new_barrier, square
 
 # Powers of two.
 SHIFT, RANGE = gl.constexpr(80.0), gl.constexpr(160.0)

@@ -11,7 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from deltarule.ops.delta_rule.gluon.channel_memory import of_chunk
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, barrier, product
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, product
+from deltarule.ops.runtime.gluon_tiles import barrier
 
 # A number that every thread has.
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))

@@ -26,9 +26,10 @@ from deltarule.ops.delta_rule.gluon.channel_memory import (
 )
 from deltarule.ops.delta_rule.gluon.channel_pairs import ONE
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, below, invert
-from deltarule.ops.delta_rule.gluon.memory import BLOCK, CHUNK, barrier, product
+from deltarule.ops.delta_rule.gluon.memory import BLOCK, CHUNK, product
 from deltarule.ops.delta_rule.gluon.products import score_places
 from deltarule.ops.delta_rule.gluon.score import blocks_of, leave_blocks
+from deltarule.ops.runtime.gluon_tiles import barrier
 
 
 @gluon.jit

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from deltarule.ops.delta_rule.gluon.channel_forward import channel_forward_kernel
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, straight
-from deltarule.ops.delta_rule.gluon.stage import FusedLaunch, norms_of, strides
+from deltarule.ops.delta_rule.gluon.stage import norms_of, strides
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import Call
+from deltarule.ops.runtime.gluon_tiles import FusedLaunch
 from deltarule.ops.runtime.launch import ALIGNED, Launch
 
 SIZES = 128, 128

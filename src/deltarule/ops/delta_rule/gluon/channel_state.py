@@ -28,9 +28,9 @@ from deltarule.ops.delta_rule.gluon.memory import (
     ERASE,
     GATES,
     VALUES,
-    barrier,
     product,
 )
+from deltarule.ops.runtime.gluon_tiles import barrier
 
 # [64, K] of S with eight channels a lane: the numbers of a product, moved between four lanes.
 ROWS_OF_STATE = gl.constexpr(

@@ -29,15 +29,13 @@ from deltarule.ops.delta_rule.gluon.memory import (
     Place,
     Saved,
     Tiles,
-    barrier,
-    new_barrier,
     packed_bounds,
-    square,
 )
 from deltarule.ops.delta_rule.gluon.movers import load_role, store_role
 from deltarule.ops.delta_rule.gluon.products import score_places, state_places
 from deltarule.ops.delta_rule.gluon.score import score_role
 from deltarule.ops.delta_rule.gluon.state import state_role
+from deltarule.ops.runtime.gluon_tiles import barrier, new_barrier, square
 
 
 @gluon.jit

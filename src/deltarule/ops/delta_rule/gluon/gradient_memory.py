@@ -14,10 +14,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds, square
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds
 from deltarule.ops.delta_rule.gluon.movers import framed, place_of_rows, place_of_tile
 from deltarule.ops.delta_rule.gluon.which import FACTORS, PLACES
 from deltarule.ops.runtime import tensor_maps
+from deltarule.ops.runtime.gluon_tiles import square
 
 FAR = gl.constexpr(tensor_maps.FAR)
 

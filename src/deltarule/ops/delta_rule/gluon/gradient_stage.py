@@ -24,7 +24,6 @@ from deltarule.ops.delta_rule.gluon.gradients import fused_gradients_kernel
 from deltarule.ops.delta_rule.gluon.memory import CHUNK
 from deltarule.ops.delta_rule.gluon.stage import (
     HOPPER,
-    FusedLaunch,
     architecture_at,
     has_tensor_memory,
     norms_of,
@@ -37,6 +36,7 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import gradients
 from deltarule.ops.delta_rule.triton.gradients import scan_back_has_values
 from deltarule.ops.delta_rule.triton.plan import MOST_WAVES, WHOLE, Call, Shapes, Window, stretches
+from deltarule.ops.runtime.gluon_tiles import FusedLaunch
 from deltarule.ops.runtime.launch import Launch, multiprocessors
 
 # Registers of a thread: on average, and of the roles of one warp; the other has the rest.

@@ -35,7 +35,7 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     places_of_rows,
     store_role,
 )
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, barrier, new_barrier
+from deltarule.ops.delta_rule.gluon.memory import CHUNK
 from deltarule.ops.delta_rule.gluon.products import finish, gradient_places, start, tell, value
 from deltarule.ops.delta_rule.gluon.score import NOTHING
 from deltarule.ops.delta_rule.gluon.which import (
@@ -65,6 +65,7 @@ from deltarule.ops.delta_rule.triton.tiles import REST as SCALING_REST
 from deltarule.ops.delta_rule.triton.tiles import SCALINGS
 from deltarule.ops.delta_rule.triton.tiles import WHOLE as SCALING_WHOLE
 from deltarule.ops.delta_rule.triton.tiles import WRITE as SCALING_WRITE
+from deltarule.ops.runtime.gluon_tiles import barrier, new_barrier
 
 # A sum of decays after the end of a sequence.
 LONG_AFTER = gl.constexpr(-1e30)

@@ -23,17 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mma_v2,
 )
 
-from deltarule.ops.delta_rule.gluon.memory import (
-    BETA,
-    BLOCK,
-    BLOCKS,
-    CHUNK,
-    FACTOR,
-    GATES,
-    barrier,
-    product,
-)
+from deltarule.ops.delta_rule.gluon.memory import BETA, BLOCK, BLOCKS, CHUNK, FACTOR, GATES, product
 from deltarule.ops.delta_rule.gluon.products import finish, operand, start, tell, value
+from deltarule.ops.runtime.gluon_tiles import barrier
 
 # Of products of batches, one 16 x 16 block (or 16 rows) a warp.
 BATCH = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))

@@ -6,10 +6,6 @@ from typing import Any
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
-# Its name from Triton 3.7 on, and the one before.
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 # Rows of a chunk: those of one warpgroup's product. With n writes a token, a token has n rows.
 CHUNK = gl.constexpr(64)
@@ -81,12 +77,6 @@ Saved = namedtuple(
 
 
 @triton.constexpr_function
-def square(rank: int = 2, bits: int = 16) -> Any:
-    """Tiles as the copy engine takes them, and of 16 bits products, too."""
-    return gl.NVMMASharedLayout(128, bits, rank=rank)
-
-
-@triton.constexpr_function
 def straight(rank: int = 2, bits: int = 32) -> Any:
     """Tiles as the copy engine takes them, rows one after the other."""
     return gl.NVMMASharedLayout(0, bits, rank=rank)
@@ -96,14 +86,6 @@ def straight(rank: int = 2, bits: int = 32) -> Any:
 def product(columns: int) -> Any:
     """The sums of a warpgroup's product of 64 rows."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.jit
-def new_barrier(number: gl.constexpr, count: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(number):
-        mbarrier.init(barriers.index(i), count=count)
-    return barriers
 
 
 @gluon.jit

@@ -28,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, barrier, new_barrier
+from deltarule.ops.delta_rule.gluon.memory import CHUNK
+from deltarule.ops.runtime.gluon_tiles import barrier, new_barrier
 
 # Of a state role: S, o, and one after the other S K^T and X; rows of P; left operands.
 StatePlaces = namedtuple(

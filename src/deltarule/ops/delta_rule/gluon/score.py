@@ -39,10 +39,10 @@ from deltarule.ops.delta_rule.gluon.memory import (
     QUERY_SUM,
     READ,
     WRITE,
-    barrier,
     product,
 )
 from deltarule.ops.delta_rule.gluon.products import finish, start, tell, value
+from deltarule.ops.runtime.gluon_tiles import barrier
 
 # Of this power of two nothing is left.
 NOTHING = gl.constexpr(-1000.0)

@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deltarule.ops.delta_rule.gluon.forward import forward_kernel
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, square
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES
 from deltarule.ops.delta_rule.gluon.norms import inverse_norms_kernel
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.passes import compiled_first, contiguous
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks, make_plan
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture, power_of_two
 from deltarule.ops.dispatch import constant_when_compiled
+from deltarule.ops.runtime.gluon_tiles import FusedLaunch
 from deltarule.ops.runtime.launch import Launch, multiprocessors
 from deltarule.ops.runtime.replay import Outputs, Recorded
-from deltarule.ops.runtime.tensor_maps import Width, described
+from deltarule.ops.runtime.tensor_maps import Width
 
 HOPPER = 90
 # Nobody has run them there: only impl="gluon" asks for them.
@@ -207,23 +207,6 @@ def place_in_order(inputs: Inputs) -> str:
     if (reason := why_unasked_never(inputs)) is not None:
         return f"can run; triton comes first, and {reason}"
     return "can run; triton comes first, and its own kernels are faster for so few heads and rows"
-
-
-class FusedLaunch(Launch):
-    """A launch whose tiles have layouts, as Gluon wants it said."""
-
-    def given(self, arguments: tuple[Any, ...]) -> list[Any]:
-        """The arguments as Gluon takes them."""
-        given = list(arguments)
-        for place, width, tile in self.tiles:
-            x = described(given[place], width, tile)
-            layout = self.layout(self.kernel.arg_names[place], len(tile), 8 * x.base.itemsize)
-            given[place] = TensorDescriptor(x.base, x.shape, x.strides, tile, layout)
-        return given
-
-    def layout(self, name: str, rank: int, bits: int) -> Any:
-        """Of the tiles of an argument in shared memory."""
-        return square(rank, bits)
 
 
 def forward_launch(call: Call, save: bool) -> Launch:

@@ -34,13 +34,13 @@ from deltarule.ops.delta_rule.gluon.memory import (
     VALUES,
     WRITE,
     Form,
-    barrier,
     product,
     there_of_state,
 )
 from deltarule.ops.delta_rule.gluon.movers import framed, place_of_rows
 from deltarule.ops.delta_rule.gluon.products import finish, operand, put, start, tell, value
 from deltarule.ops.delta_rule.gluon.score import finish_pairs, start_pairs
+from deltarule.ops.runtime.gluon_tiles import barrier
 
 
 @gluon.jit

@@ -1,0 +1,46 @@
+"""What kernels in Gluon share: tiles as the copy engine brings them, barriers, and their launch."""
+
+from typing import Any
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from deltarule.ops.runtime.launch import Launch
+from deltarule.ops.runtime.tensor_maps import described
+
+# Its name from Triton 3.7 on, and the one before.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@triton.constexpr_function
+def square(rank: int = 2, bits: int = 16) -> Any:
+    """Tiles as the copy engine takes them, and of 16 bits products, too."""
+    return gl.NVMMASharedLayout(128, bits, rank=rank)
+
+
+@gluon.jit
+def new_barrier(number: gl.constexpr, count: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(barriers.index(i), count=count)
+    return barriers
+
+
+class FusedLaunch(Launch):
+    """A launch whose tiles have layouts, as Gluon wants it said."""
+
+    def given(self, arguments: tuple[Any, ...]) -> list[Any]:
+        """The arguments as Gluon takes them."""
+        given = list(arguments)
+        for place, width, tile in self.tiles:
+            x = described(given[place], width, tile)
+            layout = self.layout(self.kernel.arg_names[place], len(tile), 8 * x.base.itemsize)
+            given[place] = TensorDescriptor(x.base, x.shape, x.strides, tile, layout)
+        return given
+
+    def layout(self, name: str, rank: int, bits: int) -> Any:
+        """Of the tiles of an argument in shared memory."""
+        return square(rank, bits)
