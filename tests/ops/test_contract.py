@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from deltarule import two_memories
 from opchecked import Registered, opcheck_all
 from ops.contract import OPERATORS, gradients, weighted
 from oracle import make_case
@@ -238,15 +239,24 @@ def test_a_long_sequence_does_not_drift():
 
 
 @every
-def test_16_bits_are_computed_in_float32(operator):
+@every_impl
+def test_16_bits_are_computed_in_float32(operator, impl):
     x = rounded(operator, operator.draw(), torch.bfloat16)
     wide = {n: y.double() if y.is_floating_point() else y for n, y in x.items()}
-    (o, *states), exact = operator.run(**x, impl="torch"), operator.run(**wide, impl="torch")
+    (o, *states), exact = operator.run(**x, impl=impl), operator.run(**wide, impl="torch")
     assert o.dtype == (torch.bfloat16 if operator.narrow else torch.float32)
     assert relative_rms(o, exact[0]) < 4e-3
     for y, expected in zip(states, exact[1:], strict=True):
         assert y.dtype in (torch.float32, torch.int64)
         assert relative_rms(y.double(), expected.double()) < 3e-6
+
+
+def test_memories_stay_in_float32_beside_a_softmax_of_bfloat16():
+    x = {name: y.float() for name, y in OPERATORS["two memories"].draw().items()}
+    x |= {name: x[name].bfloat16() for name in ("q", "k", "v", "slots")}
+    out = two_memories(**x)
+    assert (out.o.dtype, out.key_memory.dtype) == (torch.bfloat16, torch.float32)
+    assert relative_rms(out.o, two_memories(**{n: y.double() for n, y in x.items()}).o) < 0.02
 
 
 @every

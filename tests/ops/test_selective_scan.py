@@ -1,8 +1,9 @@
-"""What `selective_scan` in PyTorch has beyond the contract: windows, resets, precision, memory."""
+"""What `selective_scan` has beyond the contract: windows, resets, precision, memory, equation."""
 
 import pytest
 import torch
 
+from deltarule import selective_scan
 from deltarule.ops.selective_scan import torch as scan_layout
 from ops.contract import HV, OPERATORS, V, gradients
 from tolerance import assert_close, relative_rms
@@ -73,3 +74,15 @@ def test_gradients_are_laid_out_as_a_compiler_is_told():
     o = OPERATORS["mamba"].run(**(x | {"v": v}), impl="torch")[0]
     (found,) = torch.autograd.grad(o.sum(), v)
     assert found.is_contiguous()
+
+
+def test_the_definition_by_hand():
+    """Eq. by eq. for one token of one head, with numbers small enough to check by eye."""
+    one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    out = selective_scan(
+        3 * one, 2 * one, 5 * one, delta=one, A=-one[0], value_log_decay=-one, log_decay=-one,
+        beta=0.1 * one, initial_state=7 * one, scale=1.0, impl="reference",
+    )  # fmt: skip
+    state = 7 * torch.tensor(-3.0, dtype=torch.float64).exp() * (1 - 0.1 * 4) + 0.1 * 5 * 2
+    assert_close(out.final_state, state.view(1, 1, 1, 1))
+    assert_close(out.o, 3 * state.view(1, 1, 1, 1))

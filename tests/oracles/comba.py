@@ -12,9 +12,9 @@ them holds a token loop that decays first, which neither kernel computes.
 import torch
 
 
-def recurrence(q, k, v, alpha, beta, beta_tilde, d=0.0, state=None):
-    """Eq. 5. q, k: (T, K); v: (T, V); alpha, beta, beta_tilde: (T,); state: (V, K)."""
-    S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
+def recurrence(q, k, v, alpha, beta, beta_tilde, d=0.0):
+    """Eq. 5. q, k: (T, K); v: (T, V); alpha, beta, beta_tilde: (T,)."""
+    S = v.new_zeros(v.shape[1], k.shape[1])
     outputs = []
     for t in range(len(q)):
         erased = torch.outer(S @ k[t], k[t])
@@ -23,12 +23,12 @@ def recurrence(q, k, v, alpha, beta, beta_tilde, d=0.0, state=None):
     return torch.stack(outputs), S
 
 
-def with_feedback_key(q, k, v, p, alpha, beta, state=None):
+def with_feedback_key(q, k, v, p, alpha, beta):
     """As the released kernels take it: S_t = alpha_t S_{t-1} + beta_t (v_t - S_{t-1} p_t) k_t^T.
 
     With p = b k it is eq. 5 for beta~ = b beta; q is already corrected.
     """
-    S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
+    S = v.new_zeros(v.shape[1], k.shape[1])
     outputs = []
     for t in range(len(q)):
         S = alpha[t] * S + beta[t] * torch.outer(v[t] - S @ p[t], k[t])

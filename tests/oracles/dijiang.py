@@ -27,15 +27,6 @@ def features(x, t, weight):
     return weight * torch.exp(t * (x @ dct(x.shape[-1]).T))
 
 
-def released_features(x, t):
-    return torch.softmax(t * (x @ dct(x.shape[-1])), -1)
-
-
-def released_decay(heads):
-    ends = math.log(1 / 32), math.log(1 / 512)
-    return 1 - torch.exp(torch.linspace(*ends, heads, dtype=torch.float64))
-
-
 def recurrence(phi_q, phi_k, v):
     """Normalised linear attention, as printed."""
     S, z = v.new_zeros(v.shape[1], phi_k.shape[1]), torch.zeros_like(phi_k[0])
@@ -43,14 +34,4 @@ def recurrence(phi_q, phi_k, v):
     for t in range(len(v)):
         S, z = S + torch.outer(v[t], phi_k[t]), z + phi_k[t]
         outputs.append(S @ phi_q[t] / (z @ phi_q[t]))
-    return torch.stack(outputs), S
-
-
-def released_recurrence(phi_q, phi_k, v, decay):
-    """Retention over the features: S_t = g S_{t-1} + v_t phi(k_t)^T, no normaliser."""
-    S = v.new_zeros(v.shape[1], phi_k.shape[1])
-    outputs = []
-    for t in range(len(v)):
-        S = decay * S + torch.outer(v[t], phi_k[t])
-        outputs.append(S @ phi_q[t])
     return torch.stack(outputs), S

@@ -3,8 +3,7 @@
     gamma_t = sigmoid(w_gamma^T x_t)^(1/tau), tau = 16, one number per head
     S_t = gamma_t S_{t-1} + v_t k_t^T,   o_t = S_t q_t
 
-Parallel: (Q K^T * D) V, D_ij = gamma_{j+1} ... gamma_i for i >= j (D_ii = 1), else 0. Rotary on q
-and k, group norm per head and a SiLU gate outside, as in RetNet.
+Rotary on q and k, group norm per head and a SiLU gate outside, as in RetNet.
 """
 
 import torch
@@ -15,16 +14,11 @@ def gate(logit, tau=16.0):
     return torch.exp(logsigmoid(logit) / tau)
 
 
-def recurrence(q, k, v, gamma, state=None):
-    """q, k: (T, K); v: (T, V); gamma: (T,); state: (V, K)."""
-    S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
+def recurrence(q, k, v, gamma):
+    """q, k: (T, K); v: (T, V); gamma: (T,)."""
+    S = v.new_zeros(v.shape[1], k.shape[1])
     outputs = []
     for t in range(len(q)):
         S = gamma[t] * S + torch.outer(v[t], k[t])
         outputs.append(S @ q[t])
     return torch.stack(outputs), S
-
-
-def parallel(q, k, v, gamma):
-    total = gamma.log().cumsum(0)
-    return torch.tril(q @ k.T * torch.exp(total[:, None] - total[None])) @ v

@@ -9,9 +9,9 @@ READS the decayed state, not on the one that writes: S a - (S a (b * k)) k^T. b 
 import torch
 
 
-def recurrence(q, k, v, log_a, b, w, state=None):
-    """q, k, log_a, b: (T, K); v, w: (T, V); state: (V, K)."""
-    S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
+def recurrence(q, k, v, log_a, b, w):
+    """q, k, log_a, b: (T, K); v, w: (T, V)."""
+    S = v.new_zeros(v.shape[1], k.shape[1])
     outputs = []
     for t in range(len(q)):
         S = S * torch.exp(log_a[t])

@@ -22,9 +22,9 @@ def first_angles(dim):
     return 10000.0 ** (-2 / dim * torch.arange(dim, dtype=torch.float64))
 
 
-def recurrence(c, forget, lower_bound, theta=None, state=None):
+def recurrence(c, forget, lower_bound, theta=None):
     """c: (T, D), complex where theta is given; forget: (T, D), pre-activation; theta: (D,)."""
-    h = torch.zeros_like(c[0]) if state is None else state
+    h = torch.zeros_like(c[0])
     outputs = []
     for t in range(len(c)):
         gate = lower_bound + (1 - lower_bound) * torch.sigmoid(forget[t])

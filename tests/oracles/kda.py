@@ -20,9 +20,9 @@ def bounded_log_decay(x, A_log=0.0, bias=0.0, bound=-5.0):
     return bound * torch.sigmoid(torch.exp(torch.as_tensor(A_log, dtype=x.dtype)) * (x + bias))
 
 
-def recurrence(q, k, v, log_a, beta, state=None):
-    """q, k, log_a: (T, K); v: (T, V); beta: (T,); state: (V, K)."""
-    S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
+def recurrence(q, k, v, log_a, beta):
+    """q, k, log_a: (T, K); v: (T, V); beta: (T,)."""
+    S = v.new_zeros(v.shape[1], k.shape[1])
     outputs = []
     for t in range(len(q)):
         S = S * torch.exp(log_a[t])

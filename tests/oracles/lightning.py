@@ -20,11 +20,6 @@ import math
 import torch
 
 
-def text_slopes(heads, layer, layers):
-    h = torch.arange(heads, dtype=torch.float64)
-    return 8 * h / heads * (1 - layer / layers)
-
-
 def alibi_slopes(heads):
     """A power of two: 2^(-8/H), 2^(-16/H), ...; else those of the power below, then every other
     one of the power above."""
@@ -37,19 +32,3 @@ def alibi_slopes(heads):
 def released_slopes(heads, layer, layers):
     slopes = torch.tensor(alibi_slopes(heads), dtype=torch.float64)
     return slopes * (1 - layer / max(layers - 1, 1) + 1e-5)
-
-
-def transformers_slopes(heads, layer, layers):
-    h = torch.arange(1, heads + 1, dtype=torch.float64)
-    return 2.0 ** (-8 * h / heads) * (1 - layer / (layers - 1 + 1e-5) + 1e-5)
-
-
-def recurrence(q, k, v, slope, state=None):
-    """q, k: (T, K); v: (T, V); the slope of this head; state: (V, K)."""
-    S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
-    ratio = torch.exp(-torch.as_tensor(slope, dtype=v.dtype))
-    outputs = []
-    for t in range(len(q)):
-        S = ratio * S + torch.outer(v[t], k[t])
-        outputs.append(S @ q[t])
-    return torch.stack(outputs), S

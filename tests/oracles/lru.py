@@ -18,10 +18,10 @@ def first_gamma(nu):
     return torch.sqrt(1 - torch.exp(-2 * torch.exp(nu)))
 
 
-def recurrence(u, nu, theta, gamma, B, C, D, state=None):
+def recurrence(u, nu, theta, gamma, B, C, D):
     """u: (T, M); nu, theta, gamma: (N,); B: (N, M), C: (M, N) complex; D: (M,)."""
     eigen = eigenvalues(nu, theta)
-    h = torch.zeros_like(eigen) if state is None else state
+    h = torch.zeros_like(eigen)
     outputs = []
     for t in range(len(u)):
         h = eigen * h + gamma * (B @ u[t].to(B.dtype))

@@ -16,9 +16,9 @@ def transition(delta, A_log, signed):
     return 2 * decay - 1 if signed else decay
 
 
-def recurrence(q, k, v, delta, A_log, d, signed=True, state=None):
-    """q, k: (T, N); v, delta: (T, C), delta > 0; A_log: (C, N); d: (C,); state: (C, N)."""
-    S = torch.zeros_like(A_log) if state is None else state
+def recurrence(q, k, v, delta, A_log, d, signed=True):
+    """q, k: (T, N); v, delta: (T, C), delta > 0; A_log: (C, N); d: (C,)."""
+    S = torch.zeros_like(A_log)
     outputs = []
     for t in range(len(q)):
         S = transition(delta[t], A_log, signed) * S + torch.outer(delta[t] * v[t], k[t])

@@ -21,11 +21,11 @@ def soft_cap(x, cap):
     return cap * torch.tanh(x / cap)
 
 
-def recurrence(q, k, v, input_gate, forget_gate, eps=0.0, m=0.0):
-    """q, k: (T, K) unscaled; v: (T, V); pre-activations of the gates: (T,); m is m_0."""
+def recurrence(q, k, v, input_gate, forget_gate, eps=0.0):
+    """q, k: (T, K) unscaled; v: (T, V); pre-activations of the gates: (T,); m_0 is 0."""
     C = v.new_zeros(v.shape[1], k.shape[1])
     n = v.new_zeros(k.shape[1])
-    maximum = v.new_tensor(m)
+    maximum = v.new_tensor(0.0)
     outputs = []
     for t in range(len(q)):
         log_f = logsigmoid(forget_gate[t])
@@ -37,27 +37,3 @@ def recurrence(q, k, v, input_gate, forget_gate, eps=0.0, m=0.0):
         denominator = torch.maximum((n @ q[t]).abs(), torch.exp(-maximum)) + eps
         outputs.append(C @ q[t] / denominator)
     return torch.stack(outputs), (C, n, maximum)
-
-
-def unstabilised(q, k, v, input_gate, forget_gate):
-    """Eqs. 19-21 as printed: i = exp(i~), f = sigmoid(f~), o = C q / max(|n^T q|, 1)."""
-    C = v.new_zeros(v.shape[1], k.shape[1])
-    n = v.new_zeros(k.shape[1])
-    outputs = []
-    for t in range(len(q)):
-        f, i, key = torch.sigmoid(forget_gate[t]), input_gate[t].exp(), k[t] / k.shape[1] ** 0.5
-        C = f * C + i * torch.outer(v[t], key)
-        n = f * n + i * key
-        outputs.append(C @ q[t] / (n @ q[t]).abs().clamp_min(1.0))
-    return torch.stack(outputs), (C, n)
-
-
-def parallel(q, k, v, input_gate, forget_gate, eps=0.0):
-    """The paper's appendix: D_tj = exp(sum_{s=j+1}^{t} log f_s + i~_j - m_t), m_t the row's max."""
-    decay = logsigmoid(forget_gate).cumsum(0)
-    log_D = decay[:, None] - decay[None] + input_gate[None]
-    log_D = log_D.masked_fill(~torch.ones_like(log_D).tril().bool(), -torch.inf)
-    m = log_D.amax(1, keepdim=True)
-    scores = (q @ k.T) / k.shape[1] ** 0.5 * torch.exp(log_D - m)
-    denominator = torch.maximum(scores.sum(1, keepdim=True).abs(), torch.exp(-m)) + eps
-    return scores @ v / denominator

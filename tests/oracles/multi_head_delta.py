@@ -6,7 +6,6 @@
 | multi-value | 1       | 1    | n      | n      | 1    |
 | multi-key   | 1       | n    | 1      | n      | n    |
 | multi-query | n       | 1    | 1      | 1      | 1    |
-| DeltaProduct| 1       | n    | n      | 1      | n    |
 
 Each slot is a DeltaNet: W_t = (I - eta k^T k) W_{t-1} + eta k^T v (row vectors), y = q W. The blog
 sums the slots' outputs; with that sum, multi-value with a shared eta is ONE DeltaNet with
@@ -19,7 +18,7 @@ its B_t = sum_i [prod_{j=n}^{i+1} (I - eta_j k_j^T k_j)] eta_i k_i^T v_i; the gr
 import torch
 
 
-def recurrence(q, k, v, eta, state=None):
+def recurrence(q, k, v, eta):
     """One head. q: (T, nq, K), k: (T, nk, K), v: (T, nv, V), eta: (T, ne); each n is 1 or slots.
 
     Slots with their own k, v or eta have their own state; queries alone share one. Returns
@@ -27,7 +26,7 @@ def recurrence(q, k, v, eta, state=None):
     """
     states = max(k.shape[1], v.shape[1], eta.shape[1])
     slots = max(states, q.shape[1])
-    W = [v.new_zeros(k.shape[2], v.shape[2]) for _ in range(states)] if state is None else [*state]
+    W = [v.new_zeros(k.shape[2], v.shape[2]) for _ in range(states)]
 
     def pick(x, t, i):
         return x[t, i if x.shape[1] > 1 else 0]
@@ -40,14 +39,3 @@ def recurrence(q, k, v, eta, state=None):
         row = [pick(q, t, i) @ W[i if states > 1 else 0] for i in range(slots)]
         outputs.append(torch.stack(row))
     return torch.stack(outputs), torch.stack(W)
-
-
-def delta_product(q, k, v, eta, state=None):
-    """n writes into one state, i = 1 .. n in turn, then one read. q: (T, K); W: (K, V)."""
-    W = v.new_zeros(k.shape[2], v.shape[2]) if state is None else state
-    outputs = []
-    for t in range(len(q)):
-        for i in range(k.shape[1]):
-            W = W - eta[t, i] * torch.outer(k[t, i], k[t, i] @ W - v[t, i])
-        outputs.append(q[t] @ W)
-    return torch.stack(outputs), W

@@ -33,8 +33,3 @@ def recurrence(q, k, v, eps=1e-6):
         S, z = S + torch.outer(v[t], phi), z + phi
         outputs.append(S @ features(q[t]) / (z @ features(q[t]) + eps))
     return torch.stack(outputs), S
-
-
-def parallel(q, k, v, eps=1e-6):
-    scores = torch.tril((q @ k.T).square() / q.shape[1])
-    return scores @ v / (scores.sum(1, keepdim=True) + eps)

@@ -13,15 +13,15 @@ import torch
 from torch.nn.functional import softplus
 
 
-def recurrence(x, recurrence_gate, input_gate, parameter, starts=None, power=8.0, state=None):
+def recurrence(x, recurrence_gate, input_gate, parameter, starts=None):
     """x and both gates' pre-activations: (T, D); parameter: (D,), the released sign.
 
     starts: (T,) bool, True at the first token of a document; None, as printed: no such token.
     """
-    h = torch.zeros_like(x[0]) if state is None else state
+    h = torch.zeros_like(x[0])
     outputs = []
     for t in range(len(x)):
-        log_a = -power * torch.sigmoid(recurrence_gate[t]) * softplus(parameter)
+        log_a = -8.0 * torch.sigmoid(recurrence_gate[t]) * softplus(parameter)
         a, amplitude = torch.exp(log_a), torch.sqrt(1 - torch.exp(2 * log_a))
         if starts is not None and bool(starts[t]):
             a, amplitude = torch.zeros_like(a), torch.ones_like(a)

@@ -15,17 +15,13 @@ def frequencies(dim, base=10000.0):
     return base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
-def retnet_frequencies(dim, base=10000.0):
-    return base ** -torch.linspace(0, 1, dim // 2, dtype=torch.float64)
-
-
-def rotate(x, positions, theta, interleaved=False):
+def rotate(x, positions, theta):
     """x: (T, D); positions: (T,); theta: (R,) turns the first 2 R channels, the rest pass."""
     turned = 2 * len(theta)
     y = x.to(torch.float64).clone()
     for t in range(len(x)):
         for i in range(len(theta)):
-            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + turned // 2)
+            a, b = i, i + turned // 2
             angle = positions[t].to(torch.float64) * theta[i]
             y[t, a] = x[t, a] * torch.cos(angle) - x[t, b] * torch.sin(angle)
             y[t, b] = x[t, a] * torch.sin(angle) + x[t, b] * torch.cos(angle)

@@ -10,12 +10,9 @@ o_t = sigmoid(r_t) wkv_t. The kernel's parameter is -w = -exp(time_decay): ADDED
 import torch
 
 
-def recurrence(k, v, w, u, state=None):
-    """k, v: (T, C); w, u: (C,); state: numerator and denominator, both times exp(-m), and m."""
-    a, b = torch.zeros_like(w), torch.zeros_like(w)
-    m = torch.full_like(w, -torch.inf)
-    if state is not None:
-        a, b, m = state
+def recurrence(k, v, w, u):
+    """k, v: (T, C); w, u: (C,). The state is both sums, each times exp(-m), and m."""
+    a, b, m = torch.zeros_like(w), torch.zeros_like(w), torch.full_like(w, -torch.inf)
     outputs = []
     for t in range(len(k)):
         top = torch.maximum(m, u + k[t])
@@ -25,13 +22,3 @@ def recurrence(k, v, w, u, state=None):
         old, new = torch.exp(m - w - top), torch.exp(k[t] - top)
         a, b, m = old * a + new * v[t], old * b + new, top
     return torch.stack(outputs), (a, b, m)
-
-
-def by_definition(k, v, w, u):
-    """The equation, summed anew for every token, without the maximum."""
-    outputs = []
-    for t in range(len(k)):
-        age = torch.arange(t - 1, -1, -1, dtype=k.dtype)[:, None]
-        weights = torch.cat([torch.exp(-age * w + k[:t]), torch.exp(u + k[t])[None]])
-        outputs.append((weights * v[: t + 1]).sum(0) / weights.sum(0))
-    return torch.stack(outputs)

@@ -25,9 +25,9 @@ def keys(k, k_k, k_a, a):
     return kappa, k * (1 + (a - 1) * k_a)
 
 
-def recurrence(r, w, k, v, kappa, a, state=None):
-    """r, w, k (that is k~), kappa, a: (T, K); v: (T, V); state: (V, K)."""
-    S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
+def recurrence(r, w, k, v, kappa, a):
+    """r, w, k (that is k~), kappa, a: (T, K); v: (T, V)."""
+    S = v.new_zeros(v.shape[1], k.shape[1])
     outputs = []
     for t in range(len(r)):
         erased = torch.outer(S @ kappa[t], a[t] * kappa[t])

@@ -2,8 +2,7 @@
 
     x'(t) = A x(t) + B u(t),  y(t) = 2 Re(C x(t)) + D u(t);  A, B, C: N/2 complex, per channel
     zero-order hold:  dA = exp(dt A),  dB = B (exp(dt A) - 1) / A
-    bilinear:         dA = (1 + dt A / 2) / (1 - dt A / 2),  dB = dt B / (1 - dt A / 2)
-    x_t = dA x_{t-1} + dB u_t;   kernel K_l = 2 Re(sum_n C_n dB_n dA_n^l),  y = K * u + D u
+    x_t = dA x_{t-1} + dB u_t
 
 Starts (real part -1/2; n = 0 .. N/2 - 1): S4D-Lin, imaginary part pi n (eq. 9); S4D-Inv,
 N/pi (N / (2 n + 1) - 1) with the FULL N (eq. 8); S4D-LegS, the eigenvalues of HiPPO-LegS plus its
@@ -45,39 +44,15 @@ def legs(states):
     return values[values.imag.argsort()]
 
 
-def discretise(A, B, dt, bilinear=False):
-    if bilinear:
-        return (1 + dt * A / 2) / (1 - dt * A / 2), dt * B / (1 - dt * A / 2)
+def discretise(A, B, dt):
     return torch.exp(dt * A), B * (torch.exp(dt * A) - 1) / A
 
 
-def recurrence(u, dA, dB, C, D, state=None):
+def recurrence(u, dA, dB, C, D):
     """u: (T,), one channel; dA, dB, C: (N/2,) complex."""
-    x = torch.zeros_like(dA) if state is None else state
+    x = torch.zeros_like(dA)
     outputs = []
     for t in range(len(u)):
         x = dA * x + dB * u[t]
         outputs.append(2 * (C * x).sum().real + D * u[t])
     return torch.stack(outputs), x
-
-
-def kernel(dA, dB, C, length):
-    powers = dA[None] ** torch.arange(length, dtype=torch.float64)[:, None]
-    return 2 * (powers * (C * dB)).sum(1).real
-
-
-def convolution(u, kernel, D):
-    """Causal: y_t = sum_j K_{t-j} u_j + D u_t, by the definition."""
-    return torch.stack([kernel[: t + 1].flip(0) @ u[: t + 1] + D * u[t] for t in range(len(u))])
-
-
-def dense_recurrence(u, A, B, C, dt):
-    """Any real A (N, N), bilinear: the original S4's map, for comparison with small N."""
-    identity = torch.eye(len(A), dtype=A.dtype)
-    inverse = torch.linalg.inv(identity - dt / 2 * A)
-    dA, dB = inverse @ (identity + dt / 2 * A), inverse @ B * dt
-    x, outputs = torch.zeros_like(B), []
-    for t in range(len(u)):
-        x = dA @ x + dB * u[t]
-        outputs.append(C @ x)
-    return torch.stack(outputs)

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 
-def recurrence(i, f, z, o, recurrent, exponential_forget=False):
+def recurrence(i, f, z, o, recurrent):
     """i, f, z, o: (T, H, D), what the input and the bias give; recurrent["i"], ...: (H, D, D).
 
     recurrent[x][head] @ h[head] is the contribution of the last output.
@@ -28,7 +28,7 @@ def recurrence(i, f, z, o, recurrent, exponential_forget=False):
             name: x[t] + torch.stack([R @ last for R, last in zip(recurrent[name], h, strict=True)])
             for name, x in (("i", i), ("f", f), ("z", z), ("o", o))
         }
-        log_f = raw["f"] if exponential_forget else logsigmoid(raw["f"])
+        log_f = logsigmoid(raw["f"])
         previous, m = m, torch.maximum(log_f + m, raw["i"])
         forget, write = torch.exp(log_f + previous - m), torch.exp(raw["i"] - m)
         c = forget * c + write * torch.tanh(raw["z"])

@@ -18,12 +18,7 @@ lacks a pair of parentheses.
 """
 
 import torch
-from torch.nn.functional import layer_norm, silu
-
-
-def linear(weights, x):
-    """M(x) = W x."""
-    return weights["W"] @ x
+from torch.nn.functional import silu
 
 
 def mlp(weights, x, activation=silu):
@@ -33,23 +28,13 @@ def mlp(weights, x, activation=silu):
     return x
 
 
-def residual(memory):
-    """x + LN(M(x)), layer norm without weights of its own."""
-
-    def normalised(weights, x):
-        y = memory(weights, x)
-        return x + layer_norm(y, y.shape)
-
-    return normalised
-
-
-def recurrence(memory, weights, q, k, v, theta, eta, alpha, mini_batch=1, momentum=None):
+def recurrence(memory, weights, q, k, v, theta, eta, alpha, mini_batch=1):
     """q, k: (T, K); v: (T, V); theta (step), eta (momentum), alpha (forgetting): (T,).
 
     Returns the outputs, M_T and S_T.
     """
     gradient = torch.func.grad(lambda w, k, v: (memory(w, k) - v).square().sum())
-    S = {name: torch.zeros_like(w) for name, w in weights.items()} if momentum is None else momentum
+    S = {name: torch.zeros_like(w) for name, w in weights.items()}
     M = start = weights
     outputs = []
     for t in range(len(q)):
@@ -60,16 +45,3 @@ def recurrence(memory, weights, q, k, v, theta, eta, alpha, mini_batch=1, moment
         M = {name: (1 - alpha[t]) * M[name] + S[name] for name in M}
         outputs.append(memory(M, q[t]))
     return torch.stack(outputs), M, S
-
-
-def linear_recurrence(W, q, k, v, theta, eta, alpha, mini_batch=1):
-    """The linear memory in closed form: S_t = eta S - 2 theta (W_{t'} k - v) k^T."""
-    S, start = torch.zeros_like(W), W
-    outputs = []
-    for t in range(len(q)):
-        if t % mini_batch == 0:
-            start = W
-        S = eta[t] * S - 2 * theta[t] * torch.outer(start @ k[t] - v[t], k[t])
-        W = (1 - alpha[t]) * W + S
-        outputs.append(W @ q[t])
-    return torch.stack(outputs), W, S

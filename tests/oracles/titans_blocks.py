@@ -46,17 +46,3 @@ def sigmoid_gate(weight_y, weight_memory, eps=1e-6):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
     return lambda y, m: normalise(y, weight_y) * torch.sigmoid(normalise(m, weight_memory))
-
-
-def softmax_attention(window, project):
-    """Causal softmax attention of one head, over the last `window` tokens and the prefix."""
-    W_q, W_k, W_v = project
-
-    def attend(x, prefix):
-        q, k, v = x @ W_q, x @ W_k, x @ W_v
-        t, j = torch.arange(len(x))[:, None], torch.arange(len(x))[None]
-        seen = (j <= t) & ((j < prefix) | (window is None) | (t - j < (window or 0)))
-        scores = (q @ k.T / q.shape[1] ** 0.5).masked_fill(~seen, -torch.inf)
-        return scores.softmax(-1) @ v
-
-    return attend

@@ -54,20 +54,3 @@ def recurrence(model, weights, q, k, v, lr, scale, ln_weight, ln_bias, eps=1e-6)
         current = {name: start[name] - scale[position] * total[name] for name in start}
         outputs.append(q[t] + normalise(model(current, q[t])))
     return torch.stack(outputs), current
-
-
-def linear_dual(weights, q, k, v, lr, scale, ln_weight, ln_bias, eps=1e-6):
-    """Section 2.5's dual form of TTT-Linear, with the layer norm's gradient in closed form."""
-    W, b, D = weights["W1"], weights["b1"], q.shape[1]
-    outputs = []
-    for q_, k_, v_, lr_ in zip(*(x.split(len(scale)) for x in (q, k, v, lr)), strict=True):
-        z = k_ @ W + b
-        std = torch.sqrt(z.var(-1, unbiased=False, keepdim=True) + eps)
-        z_hat = (z - z.mean(-1, keepdim=True)) / std
-        g = (ln_weight * z_hat + ln_bias + k_ - v_) * ln_weight
-        g = (g - g.mean(-1, keepdim=True) - z_hat * (g * z_hat).mean(-1, keepdim=True)) / std
-        rates = torch.tril(scale[: len(q_), None] * lr_[None])
-        read = q_ @ W - (rates * (q_ @ k_.T)) @ g + b - rates @ g
-        outputs.append(q_ + layer_norm(read, (D,), ln_weight, ln_bias, eps))
-        W, b = W - (rates[-1, :, None] * k_).T @ g, b - rates[-1] @ g
-    return torch.cat(outputs)
