@@ -30,14 +30,6 @@ def test_sizes_that_are_a_layers_own():
     assert layer(inputs(1, 5))[1]["recurrent"].shape == (1, 2, 4, 8)
 
 
-def test_delta_product_of_one_step_is_deltanet():
-    x, given = inputs(1, 9), {"num_heads": 2, "head_k_dim": 8}
-    product = nn.DeltaProduct(HIDDEN, n_steps=1, beta_max=1.0, **given)
-    plain = nn.DeltaNet(HIDDEN, **given)
-    plain.load_state_dict(product.state_dict())
-    assert torch.equal(plain(x)[0], product(x)[0])
-
-
 @pytest.mark.parametrize("name", [name for name in LINEAR if RULES[name].erase == "tied"])
 def test_beta_max_doubles_the_write_strength(name, monkeypatch):
     seen = []

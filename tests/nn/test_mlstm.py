@@ -8,7 +8,6 @@ import torch
 
 from deltarule.nn import MLSTM, RULES
 from deltarule.nn.linears import ExactLinear
-from deltarule.nn.mlstm import gates, running_maximum
 from nn.layers import HV, B, T, draw, draw_projections, largest_error, run
 from oracles import mlstm
 from oracles.lifted import each_head
@@ -71,21 +70,6 @@ def test_gate_logits_have_the_gradients_of_a_product():
     wide(y).square().sum().backward()
     assert relative_rms(x.grad, y.grad) <= 4e-3
     assert relative_rms(low.weight.grad, wide.weight.grad) <= 4e-3
-
-
-def test_stabiliser_is_the_papers_running_maximum():
-    p = drawn(3.0)
-    log_f, log_i = gates(p)
-    m, ms = torch.zeros(B, HV, dtype=torch.float64), []
-    for t in range(T):
-        m = torch.maximum(log_f[:, t] + m, log_i[:, t])
-        ms.append(m)
-    before, found = running_maximum(log_f, log_i, p.rows)
-    torch.testing.assert_close(found, torch.stack(ms, dim=1))
-    torch.testing.assert_close(before[:, 1:], found[:, :-1])
-    arguments = RULE.arguments(p)
-    assert (arguments["log_decay"] <= 0).all()
-    assert (arguments["v"].abs() <= torch.cat([p.v.abs(), torch.ones_like(p.v[..., :1])], -1)).all()
 
 
 def test_an_outlier_is_forgotten():

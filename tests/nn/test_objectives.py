@@ -191,22 +191,5 @@ def test_update_solves_the_objective(name):
         assert (state - final[0, head]).abs().max() <= 1e-10 * final[0, head].abs().max()
 
 
-@pytest.mark.parametrize("name", WITH_OBJECTIVE)
-def test_minimum_is_a_minimum(name):
-    """No small change of a minimiser lowers its loss: the sign in the print of Longhorn's fails."""
-    rule = RULES[name]
-    if isinstance(UPDATES[name], GradientSteps):
-        return
-    assert isinstance(UPDATES[name], Minimiser)
-    arguments = drawn_arguments(rule)
-    *_, token = tokens(arguments, 0, arguments["v"].shape[2])
-    before = torch.randn(token.v.shape[1], token.k.shape[1], dtype=torch.float64)
-    after = UPDATES[name](before, token)
-    least = UPDATES[name].loss(after, before, token)
-    for _ in range(20):
-        moved = after + 0.1 * torch.randn_like(after)
-        assert UPDATES[name].loss(moved, before, token) > least
-
-
 def test_every_row_with_an_objective_has_it_in_code():
     assert set(UPDATES) == set(WITH_OBJECTIVE)

@@ -55,22 +55,6 @@ def test_longhorn_released_keeps_the_diagonal_of_the_closed_form_minimiser():
     assert relative_rms(found, expected) <= 1e-12
 
 
-def test_dfw_update_minimises_its_objective():
-    """|S - Diag(b) S' Diag(a)|^2 - 2 <S k, v> has no gradient at the new state."""
-    torch.manual_seed(0)
-    before, gates = torch.randn(3, 4, dtype=DOUBLE), torch.rand(3, 4, dtype=DOUBLE)
-    a, b, k, v = gates[0], gates[1, :3], torch.randn(4, dtype=DOUBLE), torch.randn(3, dtype=DOUBLE)
-    k_row, decays = k.view(1, 1, 1, 4), {"log_decay": a, "value_log_decay": b}
-    given = {name: x.log().view(1, 1, 1, -1) for name, x in decays.items()}
-    output = selective_scan(
-        k_row, k_row, v.view(1, 1, 1, 3), initial_state=before[None, None], **given
-    )
-    after = output.final_state[0, 0].requires_grad_()
-    loss = (after - b[:, None] * before * a).square().sum() - 2 * (after @ k) @ v
-    (gradient,) = torch.autograd.grad(loss, after)
-    assert gradient.abs().max() <= 1e-10
-
-
 @pytest.mark.parametrize("name", ["mamba1", "signed_mamba1", "s4", "longhorn_released"])
 def test_grouping_of_the_channels_changes_nothing(name):
     x = inputs(2, 7, DOUBLE)
