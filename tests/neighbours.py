@@ -289,7 +289,7 @@ def with_gradients(
     run: Callable[[Tensors], tuple[Tensor, ...]], tensors: Tensors, weights: list[Tensor]
 ) -> tuple[list[Tensor], Tensors]:
     """The outputs, and the gradients of sum(weight * output)."""
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
     outputs = list(run(leaves))
     given = [w.to(x.device, x.dtype) for w, x in zip(weights, outputs, strict=True)]
     gradients = torch.autograd.grad(outputs, list(leaves.values()), given, allow_unused=True)

@@ -3,32 +3,54 @@
 Their numbers are held in tests/ops/test_neighbours.py.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+import truth
 from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss, next_token_loss
 from deltarule.nn import mlp, norm, short_conv
 from deltarule.ops.fused import short_conv as conv_ops
 from deltarule.ops.fused_kernels import why_not_fused
-from neighbours import MAKERS, PACKED, conv
+from neighbours import MAKERS, PACKED, conv, with_gradients
 from tolerance import relative_rms
 from truth import captured, waits_for_nothing
 
 pytestmark = pytest.mark.gpu
+# These cases lay out their tokens, or move their targets, from the host.
+FROM_HOST = "packed", "empty", "few tokens", "padded", "three", "entropy"
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_runs_are_equal_bitwise_and_wait_for_nothing(name) -> None:
-    case = MAKERS[name]()
-    tensors = {key: x.cuda() for key, x in case.tensors.items()}
-    if "conv" in name or "entropy" in name:
-        # These cases lay out their tokens, or move their targets, from the host.
-        first, second = case.fused(tensors), case.fused(tensors)
-    else:
-        first = case.fused(tensors)
-        with waits_for_nothing():
-            second = case.fused(tensors)
-    assert all(map(torch.equal, first, second))
+def test_runs_are_equal_bitwise_within_nan_and_wait_for_nothing(name) -> None:
+    case = MAKERS[name]().to(torch.bfloat16, truth.DEVICE)
+    weights = [torch.randn_like(x) for x in case.fused(case.tensors)]
+    around = {x: truth.surrounded(y) for x, y in case.tensors.items()}
+    first = with_gradients(case.fused, case.tensors, weights)
+    waits = not any(of in name for of in FROM_HOST)
+    with waits_for_nothing() if waits else nullcontext():
+        second = with_gradients(case.fused, case.tensors, weights)
+    for outputs, gradients in (second, with_gradients(case.fused, around, weights)):
+        assert all(map(torch.equal, outputs, first[0]))
+        assert all(torch.equal(x, first[1][leaf]) for leaf, x in gradients.items())
+    assert all(x.isfinite().all() for x in (*first[0], *first[1].values()))
+
+
+@pytest.mark.parametrize(
+    "name", ["conv", "norm in three parts", "head decay", "channel decay", "write strength"]
+)
+def test_a_row_alone_equals_the_row_in_a_batch(name) -> None:
+    case = MAKERS[name]().to(torch.bfloat16, truth.DEVICE)
+    weights = [torch.randn_like(x) for x in case.fused(case.tensors)]
+    together = with_gradients(case.fused, case.tensors, weights)
+    for row in (slice(0, 1), slice(1, 2)):
+        own = {x: y if x in case.wide else y[row] for x, y in case.tensors.items()}
+        outputs, gradients = with_gradients(case.fused, own, [x[row] for x in weights])
+        assert all(torch.equal(x, y[row]) for x, y in zip(outputs, together[0], strict=True))
+        # The gradient of a parameter is a sum over the batch.
+        for leaf in gradients.keys() - set(case.wide):
+            assert torch.equal(gradients[leaf], together[1][leaf][row]), leaf
 
 
 @pytest.mark.parametrize("lengths", [None, PACKED])

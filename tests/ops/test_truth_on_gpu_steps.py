@@ -1,4 +1,4 @@
-"""DESIGN's properties of `recurrent_step` and of the fused neighbours on a CUDA device."""
+"""DESIGN's properties of `recurrent_step` on a CUDA device."""
 
 import pytest
 import torch
@@ -8,8 +8,6 @@ import truth
 from deltarule import BetaLogits, recurrent_step
 from deltarule.ops.fused import gates
 from logits import make_logits
-from neighbours import Neighbour, conv, decay, gated_norm, strength
-from neighbours import with_gradients as neighbour_gradients
 from opchecked import opcheck_all
 from tolerance import assert_close, relative_rms
 from truth import Drawn, Kind, captured, draw, held, late, surrounded, waits_for_nothing
@@ -198,72 +196,3 @@ def test_a_step_with_logits_compiles_and_passes_opcheck(decay, dtype, n_steps) -
     assert torch.equal(o, drawn.step(expected, impl=truth.IMPL))
     assert torch.equal(state, expected)
     opcheck_all(lambda: drawn.step(state, impl=truth.IMPL), CONTRACTS)
-
-
-NEIGHBOURS = {
-    "conv": lambda: conv(tokens=150, channels=96),
-    "norm": lambda: gated_norm(96),
-    "head decay": lambda: decay(None),
-    "channel decay": lambda: decay(90),
-    "strength": strength,
-}
-every_neighbour = pytest.mark.parametrize("name", NEIGHBOURS)
-
-
-def fused(case: Neighbour, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Outputs and gradients, with the inputs for weights: the same whatever the batch."""
-    torch.manual_seed(1)
-    weights = [torch.randn_like(x[:1]).expand_as(x) for x in case.fused(tensors)]
-    outputs, gradients = neighbour_gradients(case.fused, tensors, weights)
-    return {str(i): x for i, x in enumerate(outputs)} | gradients
-
-
-def parameters(case: Neighbour) -> set[str]:
-    """What belongs to no row: its gradient is a sum over the batch."""
-    return set(case.wide)
-
-
-@every_neighbour
-def test_a_row_of_a_neighbour_alone_equals_the_row_in_a_batch(name: str) -> None:
-    case = NEIGHBOURS[name]().to(torch.bfloat16, truth.DEVICE)
-    together = fused(case, case.tensors)
-    for i in range(2):
-        one = {
-            x: y if x in parameters(case) else y[i : i + 1] for x, y in case.tensors.items()
-        }  # fmt: skip
-        for x, y in fused(case, one).items():
-            if x not in parameters(case):
-                assert torch.equal(y, together[x][i : i + 1]), x
-
-
-@every_neighbour
-def test_nan_around_the_tensors_of_a_neighbour_is_never_read(name: str) -> None:
-    case = NEIGHBOURS[name]().to(torch.bfloat16, truth.DEVICE)
-    expected = fused(case, case.tensors)
-    found = fused(case, {x: surrounded(y) for x, y in case.tensors.items()})
-    for x, y in found.items():
-        assert y.isfinite().all(), x
-        assert torch.equal(y, expected[x]), x
-
-
-def test_no_future_input_changes_the_past_of_a_convolution() -> None:
-    case = NEIGHBOURS["conv"]().to(torch.bfloat16, truth.DEVICE)
-    before = case.fused(case.tensors)[0]
-    for t in (1, 37, 64, 149):
-        x = case.tensors["x"].clone()
-        x[:, t:] *= -0.7
-        after = case.fused(case.tensors | {"x": x})[0]
-        assert torch.equal(after[:, :t], before[:, :t])
-        assert not torch.equal(after, before)
-
-
-@every_neighbour
-def test_gradients_of_a_neighbour_wait_for_nothing(name: str) -> None:
-    case = NEIGHBOURS[name]().to(torch.bfloat16, truth.DEVICE)
-    outputs = case.fused(case.tensors)
-    weights = [torch.randn_like(x) for x in outputs]
-    expected, first = neighbour_gradients(case.fused, case.tensors, weights)
-    with waits_for_nothing():
-        found, second = neighbour_gradients(case.fused, case.tensors, weights)
-    assert all(map(torch.equal, found, expected))
-    assert all(torch.equal(second[x], first[x]) for x in first)
