@@ -28,18 +28,6 @@ def by_hand(rule, written):
     return asked @ state.T
 
 
-def test_orthogonal_keys_are_held_exactly_and_only_an_erase_overwrites_them():
-    keys = torch.eye(8, dtype=torch.float64)[None]
-    before, values = torch.randn(2, 1, 8, 8, dtype=torch.float64).unbind()
-    once, twice = (
-        Memory(keys, values, keys, values),
-        Memory(torch.cat([keys, keys], 1), torch.cat([before, values], 1), keys, values),
-    )
-    for rule, right in (("linear_attention", before + values), ("deltanet", values)):
-        assert (recall(rule, once) - values).abs().max() < 1e-12
-        assert (recall(rule, twice) - right).abs().max() < 1e-12
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("condition", memory.CONDITIONS)
 def test_the_library_remembers_what_the_recurrence_says(rule, condition):

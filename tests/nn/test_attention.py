@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deltarule
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import (
-    MIXERS,
     Attention,
     LatentAttention,
     SlidingWindowAttention,
@@ -130,33 +129,6 @@ def test_a_window_makes_no_mask_of_all_pairs(monkeypatch):
     monkeypatch.setattr(Attention, "_attend", noted)
     SlidingWindowAttention(HIDDEN, num_heads=2, window=16)(inputs(1, 1024))
     assert asked == [0, 16 * 32]
-
-
-HEADS, TOKENS, WINDOW = 2, 12, 5
-
-
-@pytest.mark.parametrize(("name", "window"), [("attention", TOKENS), ("sliding_window", WINDOW)])
-def test_reads_the_minimiser_of_its_objective(name, window):
-    """sum_j exp(q . k_j / sqrt(K)) |o - v_j|^2 over the tokens that are seen: its gradient is 0."""
-    options = {"window": window} if name == "sliding_window" else {}
-    layer = MIXERS[name](HIDDEN, num_heads=HEADS, **options).double()
-    x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64)
-    layout = make_layout(x, None, None)
-    q, k, v = layer._project(x, layout.positions(layer.state_before(None, layout)["length"]))
-    identity = torch.eye(HIDDEN, dtype=torch.float64)
-    layer.o_proj.weight.data = identity
-    o = layer(x)[0].unflatten(-1, (HEADS, -1)).requires_grad_()
-    similar = torch.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
-    ahead = torch.arange(TOKENS) - torch.arange(TOKENS)[:, None]
-    seen = (ahead <= 0) & (ahead > -window)
-    weights = similar.exp() * seen
-
-    def slope(o):
-        misses = (o[:, :, None] - v[:, None]).square().sum(-1)
-        return torch.autograd.grad(torch.einsum("bhts,btsh->", weights, misses), o)[0].abs().max()
-
-    assert slope(o) <= 1e-10
-    assert slope(o + 0.01) > 1e-3
 
 
 DOUBLE = torch.float64

@@ -130,16 +130,6 @@ def test_turns_each_pair_by_its_own_angle():
     assert relative_rms(rotate(x, torch.tensor([[5]]), 100.0)[0, 0, 0], expected) <= 1e-12
 
 
-def test_products_depend_on_distance():
-    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).unbind()
-
-    def product(at, other):
-        return (rotate(q, torch.tensor([[at]])) * rotate(k, torch.tensor([[other]]))).sum()
-
-    assert relative_rms(product(7, 3), product(104, 100)) <= 1e-12
-    assert relative_rms(product(7, 3), product(7, 4)) > 1e-3
-
-
 def test_bfloat16_tells_distant_neighbours_apart():
     x = torch.ones(1, 2, 1, 4, dtype=torch.bfloat16)
     y = rotate(x, torch.tensor([[4000, 4001]]))

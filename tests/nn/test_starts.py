@@ -14,16 +14,8 @@ from tolerance import relative_rms
 
 SPREAD = [name for name, mixer in MIXERS.items() if mixer.takes("longest_horizon")]
 UNGATED = (
-    *(
-        "linear_attention",
-        "gated_rfa",
-        "hgrn2",
-        "deltanet",
-        "delta_product",
-        "block_deltanet",
-        "gsa",
-    ),
-)
+    "linear_attention", "gated_rfa", "hgrn2", "deltanet", "delta_product", "block_deltanet", "gsa",
+)  # fmt: skip
 NO_CONVOLUTION = (
     *("linear_attention", "gated_rfa", "retnet", "gated_retnet", "lightning", "gla", "gate_loop"),
     *("hgrn2", "mlstm", "xlstm_7b", "rwkv6", "rwkv7", "abc", "gsa"),

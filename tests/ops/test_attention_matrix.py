@@ -24,20 +24,6 @@ def test_times_the_values_it_equals_the_recurrence(decay: str, erase: str, n_ste
     assert (matrix[..., future] == 0).all()
 
 
-def test_an_entry_is_the_product_of_the_transitions() -> None:
-    case = make_case("head", "tied", batch=1, tokens=6, heads=1, value_heads=1)
-    q, k, beta, log_decay = (case.tensors[n][0, :, 0] for n in ("q", "k", "beta", "log_decay"))
-    matrix = attention_matrix(*(case.tensors[n] for n in "qk"), beta=case.tensors["beta"],
-                              log_decay=case.tensors["log_decay"], scale=1.0)  # fmt: skip
-    for i in range(6):
-        for j in range(i + 1):
-            row = beta[j] * k[j]
-            for s in range(j + 1, i + 1):
-                row = log_decay[s].exp() * row
-                row = row - beta[s] * (row @ k[s]) * k[s]
-            torch.testing.assert_close(matrix[0, 0, i, j], row @ q[i])
-
-
 def test_unit_norm_is_that_of_the_operator() -> None:
     case = make_case("none", "tied", tokens=9, normalize_qk=True).changed(initial_state=None)
     x = case.tensors

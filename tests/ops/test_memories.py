@@ -109,14 +109,6 @@ def test_auto_takes_the_kernels_where_they_run(operator, maps, monkeypatch):
         make(operator, maps, size=17).run("triton")
 
 
-def test_an_open_mini_batch_waits_in_the_state():
-    case = make("ttt", 1, batch=1, tokens=3, size=8, begun=False)
-    state = case.run().final_state
-    assert torch.equal(state.weights[0], case.tensors["weights_1"])
-    assert state.position.tolist() == [3]
-    assert (state.gradients[0] != 0).all()
-
-
 def test_gates_left_out_are_neutral():
     case = make("titans", 2)
     x = case.tensors
@@ -127,12 +119,3 @@ def test_gates_left_out_are_neutral():
     constant = -torch.rand(HV, dtype=DOUBLE)
     each = case.changed(log_decay=constant.expand(x["beta"].shape)).run()
     assert torch.equal(case.changed(log_decay=constant).run().o, each.o)
-
-
-def test_the_anchor_moves_with_full_mini_batches_only():
-    case = make("titans", 1, batch=1, tokens=11, size=4, begun=False)
-    state = case.run().final_state
-    eight = case.part(slice(8)).run().final_state
-    assert state.position.tolist() == [3]
-    assert relative_rms(state.anchor[0], eight.weights[0]) <= 1e-12
-    assert torch.equal(eight.anchor[0], eight.weights[0])

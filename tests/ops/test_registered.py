@@ -1,34 +1,15 @@
-"""The registered operators keep PyTorch's contracts: opcheck, gradcheck, compile, vmap, func."""
+"""The registered operators keep PyTorch's contracts: compile, vmap, func."""
 
 import pytest
 import torch
 import torch._dynamo.testing
 
-from deltarule import delta_rule, recurrent_step
+from deltarule import delta_rule
 from deltarule.ops.dispatch import are_plain_eager
-from opchecked import Registered, opcheck_all
+from opchecked import Registered
 from oracle import make_case, weights, with_gradients
 
 SMALL = {"tokens": 9, "key_size": 3, "value_size": 2, "heads": 1, "value_heads": 2}
-
-
-def test_opcheck_of_the_step() -> None:
-    x = make_case("head", "tied", tokens=2).tensors
-    given = {name: x[name] for name in ("q", "k", "v", "beta", "log_decay")}
-    slots = torch.tensor([1, -1])
-    opcheck_all(lambda: recurrent_step(**given, state=x["initial_state"], state_indices=slots))
-
-
-@pytest.mark.parametrize("unit_norm", [False, True])
-def test_gradcheck_of_the_public_operator(unit_norm: bool) -> None:
-    case = make_case("constant", "tied", normalize_qk=unit_norm, **SMALL)
-    names = case.present()
-    leaves = [case.tensors[name].requires_grad_() for name in names]
-
-    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return case.run("torch", case.tensors | dict(zip(names, tensors, strict=True)))
-
-    assert torch.autograd.gradcheck(run, leaves)
 
 
 @pytest.mark.parametrize("lengths", [None, (5, 0, 15)])

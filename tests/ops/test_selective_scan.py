@@ -6,7 +6,7 @@ import torch
 from deltarule import selective_scan
 from deltarule.ops.selective_scan import torch as scan_layout
 from ops.contract import HV, OPERATORS, V, gradients
-from tolerance import assert_close, relative_rms
+from tolerance import assert_close
 
 LENGTHS = (70, 0, 1, 130, 5)
 
@@ -43,15 +43,6 @@ def test_resets_leave_nothing_and_are_differentiable():
     changed["v"][:, :64] += 1
     before, after = (operator.run(**y, impl="torch")[0][:, 64:] for y in (x, changed))
     assert torch.equal(before, after)
-
-
-def test_float32_does_not_drift():
-    operator = OPERATORS["mamba"]
-    x = {name: y.float() for name, y in operator.draw(tokens=300).items()}
-    wide = {name: y.double() for name, y in x.items()}
-    for y, expected in zip(operator.run(**x), operator.run(**wide, impl="reference"), strict=True):
-        assert y.dtype == torch.float32
-        assert relative_rms(y, expected) < 1e-6
 
 
 def test_memory_stays_below_that_of_all_states():

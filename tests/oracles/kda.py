@@ -9,11 +9,6 @@ scale q by K^-1/2 and normalise q and k.
 """
 
 import torch
-from torch.nn.functional import softplus
-
-
-def log_decay(x, A_log, bias=0.0):
-    return -torch.exp(torch.as_tensor(A_log, dtype=x.dtype)) * softplus(x + bias)
 
 
 def bounded_log_decay(x, A_log=0.0, bias=0.0, bound=-5.0):

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from whole_models import relative
 
 import deltarule
 from deltarule.ops.context import make_context
+from oracle import make_case
 
 TOKENS = 53
 # With 4 processes (13 or 14 tokens each): one whose first document ends and whose last goes on,
@@ -31,33 +31,17 @@ def grid() -> list[dict[str, Any]]:
 
 
 def arguments(decay: str, erase: str, n_steps: int, packed: bool) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    batch, heads = (1 if packed else 2), SIZES["value_heads"]
-    keys, rows = SIZES["key_size"], TOKENS * n_steps
-    decays = {
-        "none": None,
-        "constant": -draw(heads).abs() / 10,
-        "head": F.logsigmoid(2 + draw(batch, TOKENS, heads)),
-        "channel": F.logsigmoid(2 + draw(batch, TOKENS, heads, keys)),
-    }
-    given = {
-        "q": draw(batch, TOKENS, SIZES["heads"], keys),
-        "k": F.normalize(draw(batch, rows, SIZES["heads"], keys), dim=-1),
-        "v": draw(batch, rows, heads, SIZES["value_size"]),
-        "log_decay": decays[decay],
-    }
+    torch.manual_seed(1)
+    sizes = SIZES | {"batch": 1 if packed else 2, "tokens": TOKENS, "n_steps": n_steps}
+    x = make_case(decay, erase, **sizes).tensors | {"initial_state": None}
+    if decay != "none":
+        # Weak, so that the first process counts in the last.
+        x["log_decay"] /= 10
     if decay in ("head", "channel"):
-        given["log_decay"][:, TOKENS // 3] = -torch.inf
-    if erase == "free":
-        unit = F.normalize(draw(batch, TOKENS, heads, keys), dim=-1)
-        strength = torch.sigmoid(draw(batch, TOKENS, heads, keys))
-        return given | {"a": -unit, "b": unit * strength}
-    beta = 2 * torch.sigmoid(draw(batch, rows, heads)) if erase == "tied" else None
-    return given | {"beta": beta, "n_steps": n_steps}
+        x["log_decay"][:, TOKENS // 3] = -torch.inf
+    absent = {"beta"} if erase == "free" else {"a", "b"}
+    given = {name: y for name, y in x.items() if name not in absent | {"initial_state"}}
+    return given if erase == "free" else given | {"n_steps": n_steps}
 
 
 def operator_case(exchange: str, bounds: list[int] | None = None, **case: Any) -> dict[str, float]:

@@ -81,7 +81,7 @@ def serve() -> None:
     import torch
     import torch.distributed as dist
 
-    sys.path.append(str(Path(__file__).parents[2]))
+    sys.path += map(str, Path(__file__).parents[1:3])
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

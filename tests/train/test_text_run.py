@@ -61,14 +61,6 @@ def test_the_saved_model_is_the_trained_one(folder, run):
     assert (folder / "model.safetensors").read_bytes() == straight
 
 
-def test_a_run_stopped_half_way_resumes_to_the_same_model(folder, run, monkeypatch):
-    half = dataclasses.replace(run, name="half")
-    crash_at(41, monkeypatch, lambda: train_text(half))
-    train_text(dataclasses.replace(half, resume=True))
-    straight = (folder / "model.safetensors").read_bytes()
-    assert (run.runs / "half" / "model.safetensors").read_bytes() == straight
-
-
 def test_generate_takes_prompts_from_anywhere(folder, tmp_path, capsys, monkeypatch):
     options = {"max_new_tokens": 6, "temperature": 0.0}
 
