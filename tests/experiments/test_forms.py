@@ -12,7 +12,6 @@ from experiments.figures import title_of
 from experiments.groups import make_cell
 from experiments.records import plain
 from experiments.signed_mamba2 import SignedMamba2
-from small import crash_at
 
 CPU = torch.device("cpu")
 CAUSES, GROUPS, MQAR, REGBENCH, TRACKING = map(
@@ -95,24 +94,6 @@ def test_a_layer_has_signs_where_its_name_says_so():
     for cell in TRACKING.cells("laptop")[:4]:
         mixer = cell.build().blocks[0].mixer
         assert type(mixer) is kinds.get(cell.name.split("-")[1], SignedMamba2)
-
-
-@pytest.mark.parametrize(
-    "cell", [BY_SYSTEM[0], BY_SYSTEM[3], TRACKING.cells("published")[1]], ids=lambda cell: cell.name
-)
-def test_a_published_cell_starts_and_goes_on_to_the_same_figures(cell, tmp_path, monkeypatch):
-    small = {"longest": 8} if cell.task != "mqar" else {"length": 32, "pairs": 4, "vocab_size": 64}
-    config = replace(cell.training, **small)
-    short = replace(
-        cell, training=config, rows=4, watched_rows=4, examples=cell.examples and 16,
-        evaluations=(replace(cell.evaluations[0], config=config, rows=8),),
-        model=replace(cell.model, hidden_size=32, head_k_dim=None, head_v_dim=None),
-        loop=replace(cell.loop, steps=4, evaluate_every=2, save_every=1),
-    )  # fmt: skip
-    straight = short.run(tmp_path / "straight", CPU)
-    crash_at(2, monkeypatch, lambda: short.run(tmp_path / "stopped", CPU))
-    resumed = short.run(tmp_path / "stopped", CPU)
-    assert straight | {"training_seconds": 0} == resumed | {"training_seconds": 0}
 
 
 def test_causes_that_wait_for_a_gpu_change_one_thing():

@@ -19,18 +19,6 @@ def test_published_means_are_those_that_the_paper_prints():
     assert {name: round(sum(published[name].values()) / 6, 1) for name in means} == means
 
 
-def test_a_short_run_learns_to_copy(tmp_path):
-    cell = make_cell(MAD["laptop"], "copying", "deltanet")
-    config = dataclasses.replace(cell.training, length=16, copied=4)
-    evaluation = dataclasses.replace(cell.evaluations[0], config=config, rows=64)
-    loop = dataclasses.replace(cell.loop, steps=60, evaluate_every=30)
-    changes = {"training": config, "evaluations": (evaluation,), "watched_rows": 64, "loop": loop}
-    figures = dataclasses.replace(cell, **changes).run(tmp_path, torch.device("cpu"))
-    score = figures["evaluations"]["new rows"]
-    assert score["accuracy"] > 1.5 * config.chance
-    assert score.keys() >= {"accuracy", "share_right", "sequence_accuracy"}
-
-
 def test_an_autoencoder_reads_one_vector_at_each_position():
     torch.manual_seed(0)
     model = Autoencoder(CONFIG)

@@ -70,7 +70,7 @@ def close(found, expected):
 def check_ways_of_reading(model, tokens):
     """Parts, steps, padding on both sides and packed rows give what whole rows give."""
     whole, last = model(tokens)
-    (first, state), rest = model(tokens[:, :13]), []
+    (first, state), rest = model(tokens[:, :13], model.init_state(len(tokens))), []
     for part in tokens[:, 13:].split([7, 0, *[1] * (tokens.shape[1] - 20)], 1):
         y, state = model(part, state)
         rest.append(y)
