@@ -25,7 +25,7 @@ PARTS = {
     r"|nn/test_rules\.py::test_gradients|nn/test_feature_maps\.py::test_every_combination"
     r"|models/test_(train_options|drafted)\.py|models/test_decoder\.py::test_tokens_on_buffers"
     r"|ops/test_(on_gpu|neighbours)\.py"
-    r"|ops/test_registered\.py::test_gradcheck|ops/test_mesa\.py::test_converges"
+    r"|ops/test_mesa\.py::test_converges"
     r"|ops/test_contract\.py::test_(gradcheck|runs_without|function_transforms|packed|a_carried"
     r"|any_memory|a_row_alone|empty_tokens|autocast|no_value_of|outputs_and_gradients.*\[packed)"
     r"|kernels/test_torch\.py::test_(resets|half_precision)"

@@ -6,6 +6,7 @@ from torch.nn.functional import gelu, layer_norm, normalize
 
 from oracles import (
     comba,
+    delta_scan,
     gdn2,
     hgrn,
     hyena,
@@ -138,3 +139,13 @@ DIGITS = {"ttt mlp": 1e-9, "rwkv4": 1e-7, "legs imaginary": 1e-10}
 def test_as_released(name):
     expected = torch.tensor(NUMBERS[name], dtype=DOUBLE)
     torch.testing.assert_close(RELEASED[name](), expected, rtol=0, atol=DIGITS.get(name, 1e-11))
+
+
+def test_forms_that_the_pages_point_to():
+    """DeltaNet without a loop, and the Mesa layer by the inverse that is carried."""
+    loop = kda.recurrence(Q, KEY, VALUE, 0 * KEY, BETA)
+    for y, expected in zip(delta_scan.scan(Q, KEY, VALUE, BETA), loop, strict=True):
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    o, _ = mesa.sherman_morrison(Q, KEY, VALUE, BETA, RIDGE)
+    expected, _ = mesa.recurrence(Q, KEY, VALUE, torch.ones(T, dtype=DOUBLE), BETA, RIDGE)
+    torch.testing.assert_close(o, expected, rtol=0, atol=1e-12)
