@@ -37,12 +37,6 @@ def test_float32(decay: str, erase: str) -> None:
     check(make_case(decay, erase, tokens=200, key_size=16).to(torch.float32), "torch")
 
 
-@pytest.mark.parametrize("lengths", [(3, 0, 70, 1, 130), (200,), (64, 128), (1,) * 9])
-@pytest.mark.parametrize(("decay", "erase"), [("head", "tied"), ("channel", "free")])
-def test_packed_float32(decay: str, erase: str, lengths: tuple[int, ...]) -> None:
-    check(make_case(decay, erase, lengths=lengths).to(torch.float32), "torch")
-
-
 @pytest.mark.parametrize("spacing", [1, 2, 7, 40])
 @pytest.mark.parametrize("strength", [-1e4, -1e6, -torch.inf])
 @pytest.mark.parametrize(
