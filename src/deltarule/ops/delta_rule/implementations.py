@@ -31,8 +31,8 @@ from deltarule.shapes import RecurrentOutput
 def backend_of(name: str) -> Backend:
     """Triton is an extra, imported where it runs."""
     if name == "torch":
-        forms = torch_passes.forward, torch_passes.backward, torch_passes.chunk_states_shape
-        return Backend(*forms)
+        chunked = torch_passes.chunked
+        return Backend(torch_passes.forward, chunked.gradients, chunked.saved_shape)
     from deltarule.ops.delta_rule.triton import passes
 
     if name == "triton":

@@ -164,8 +164,8 @@ def mesa(given: Arguments, backend: str) -> MesaOutput:
         table = torch.cat(state, dim=-2)
     if tokens == 0 or batch == 0:
         return MesaOutput(v.new_zeros(batch, tokens, *v.shape[2:]), _split(table, key_size))
-    mean = -(-tokens * batch // max(sequences, 1))
-    chunks = lay_out(q, chunk_size(mean, 1), cu_seqlens=cu_seqlens)
+    size = chunk_size(tokens, None if cu_seqlens is None else sequences)
+    chunks = lay_out(q, size, cu_seqlens=cu_seqlens)
     q, k, values = (chunks.cut(x.to(dtype)) for x in (q, k, v))
     q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
     start, between, end = decays(log_decay, beta, chunks, dtype)

@@ -13,7 +13,7 @@ from deltarule.ops.folding import MORE_HEADS
 from deltarule.ops.operators import Backend, Recurrence
 from deltarule.ops.plain import count_sequences, forms
 from deltarule.ops.selective_scan import definition as reference
-from deltarule.ops.selective_scan import torch as chunked
+from deltarule.ops.selective_scan import torch as plain
 from deltarule.ops.selective_scan.context import over_context
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.shapes import Offsets, Outputs, RecurrentOutput, State, Values
@@ -35,7 +35,8 @@ def why_not_triton(inputs: ScanInputs) -> str | None:
 
 def backend_of(name: str) -> Backend:
     if name == "torch":
-        return Backend(chunked.forward, chunked.backward, chunked.chunk_states_shape)
+        chunked = plain.chunked
+        return Backend(chunked.run, chunked.gradients, chunked.saved_shape)
     from deltarule.ops.selective_scan.triton import passes
 
     return Backend(passes.forward, passes.backward, passes.saved_shape)
@@ -172,7 +173,7 @@ def dispatch_scan(inputs: ScanInputs, impl: str) -> RecurrentOutput:
     """Run the chosen implementation; a few tokens without a GPU's kernels need no chunks."""
     stepwise = impl == "auto" and inputs.v.device.type == "cpu"
     if stepwise and decodes(inputs.v, inputs.cu_seqlens, (*inputs[:2], *inputs[3:9])):
-        return chunked.step(inputs)
+        return plain.step(inputs)
     return choose(IMPLEMENTATIONS, inputs, impl, inputs.v.device).run(inputs)
 
 

@@ -10,6 +10,7 @@ token of each chunk are in memory; the backward pass keeps those of the tokens o
 Where the decay is one of key channels and one of value channels, the forward is by `products`.
 """
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -17,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltarule.ops.chunks import Group, Window, batch_groups, chunk_count, chunk_size, cut, join
+from deltarule.ops.chunks import Chunked, Window, chunk_size, cut, join, packed_sequences
 from deltarule.ops.dispatch import without_autocast
-from deltarule.ops.packed_chunks import packed_groups
 from deltarule.ops.selective_scan import products
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.shapes import RecurrentOutput
@@ -45,31 +45,13 @@ def window_elements(device: torch.device) -> int:
     return 2**22 if device.type == "cpu" else 2**26
 
 
-def plan(inputs: ScanInputs) -> tuple[int, list[Group]]:
-    """Tokens in a chunk, and how the chunks of this call are computed."""
-    batch, tokens, heads, value_size = inputs.v.shape
-    size = tokens_in_chunk(inputs)
-    elements = heads * value_size * inputs.q.shape[-1] * size
-    window = max(window_elements(inputs.v.device) // elements, 1)
-    if inputs.cu_seqlens is None:
-        return size, batch_groups(batch, tokens, size, window, inputs.v.device)
-    return size, packed_groups(inputs.cu_seqlens, tokens, size, window, inputs.v.device)
+def chunks_at_once(inputs: ScanInputs, size: int) -> int:
+    return window_elements(inputs.v.device) // (math.prod(inputs.state_shape[1:]) * size)
 
 
 def tokens_in_chunk(inputs: ScanInputs) -> int:
     """The average number of tokens of a sequence, at most 64."""
-    tokens, sequences = inputs.v.shape[1], inputs.sequences
-    if inputs.cu_seqlens is not None and sequences > 0:
-        tokens = -(-tokens // sequences)
-    return chunk_size(tokens, 1)
-
-
-def chunk_states_shape(inputs: ScanInputs) -> tuple[int, int, int, int]:
-    """[M, HV, V, K]: room for the state at the start of each chunk."""
-    packed = None if inputs.cu_seqlens is None else inputs.sequences
-    batch, tokens = inputs.v.shape[:2]
-    chunks = chunk_count(batch, tokens, packed, tokens_in_chunk(inputs))
-    return chunks, *inputs.state_shape[1:]
+    return chunk_size(inputs.v.shape[1], packed_sequences(inputs))
 
 
 def cut_inputs(inputs: ScanInputs, window: Window, size: int) -> Chunks:
@@ -103,69 +85,31 @@ def join_gradients(
             join(dx.unflatten(1, (to.shape[2], -1)).sum(2), to, window, size, 1)
 
 
-def forward(inputs: ScanInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, final state, and the states at the starts of the chunks (none without `save`)."""
-    o = inputs.v.new_empty(inputs.v.shape)
-    given = inputs.initial_state
-    if given is None:
-        given = torch.zeros(inputs.state_shape, dtype=inputs.dtype, device=inputs.v.device)
-    final_state = given.clone(memory_format=torch.contiguous_format)
-    shape = chunk_states_shape(inputs) if save else (0, *inputs.state_shape[1:])
-    saved = final_state.new_zeros(shape)
-    with without_autocast(o.device):
-        size, groups = plan(inputs)
-        for sequences, windows in groups:
-            state = final_state[sequences]
-            for window in windows:
-                chunks = cut_inputs(inputs, window, size)
-                starts = chunk_starts(chunks, state, window.bounds)
-                if save:
-                    saved[window.chunks] = starts
-                part, ends = read(chunks, starts)
-                join(part, o, window, size, 1)
-                # A sequence has the state at the end of its last chunk here.
-                for first, stop in pairwise(window.bounds):
-                    state[: stop - first] = ends[first:stop]
-            final_state[sequences] = state
-    return o, final_state, saved
+def window_forward(chunks: Chunks, state: Tensor, states: Tensor, window: Window) -> Tensor:
+    """Outputs of the chunks; the state goes to the end of the window."""
+    chunk_starts(chunks, state, window.bounds, states)
+    o, ends = read(chunks, states)
+    # A sequence has the state at the end of its last chunk here.
+    for first, stop in pairwise(window.bounds):
+        state[: stop - first] = ends[first:stop]
+    return o
 
 
-def backward(
-    d_o: Tensor, d_final: Tensor | None, inputs: ScanInputs, saved: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Gradients by q, k, v, delta, A, the decays, beta and initial_state; None for what is None.
+def window_backward(
+    d_o: Tensor, d_state: Tensor, chunks: Chunks, states: Tensor, window: Window
+) -> Chunks:
+    """Gradients by the chunks; d_state goes from the end of the window to its start."""
+    d_ends = chunk_ends(d_o, chunks, d_state, window.bounds)
+    d_chunks, d_starts = read_backward(d_o, d_ends, chunks, states)
+    # And the gradient at the start of its first chunk.
+    first = window.bounds[1]
+    d_state[:first] = d_starts[:first]
+    return d_chunks
 
-    None in place of d_final stands for zeros. Without saved states the forward runs once more.
-    """
-    if saved.numel() == 0:
-        saved = forward(inputs, save=True)[2]
-    # The gradient of a constant is a sum over all tokens, and in 16 bits it would stop growing.
-    gradients = [
-        None if x is None else x.new_zeros(x.shape, dtype=inputs.dtype if x.ndim == 3 else None)
-        for x in inputs[:8]
-    ]
-    d_initial = inputs.v.new_zeros(inputs.state_shape, dtype=inputs.dtype)
-    if d_final is not None:
-        d_initial.copy_(d_final)
-    with without_autocast(d_o.device):
-        size, groups = plan(inputs)
-        for sequences, windows in groups:
-            d_state = d_initial[sequences]
-            for window in reversed(windows):
-                chunks = cut_inputs(inputs, window, size)
-                d_part = cut(d_o, window, size, 1, inputs.dtype)
-                starts = saved[window.chunks]
-                d_ends = chunk_ends(d_part, chunks, d_state, window.bounds)
-                d_chunks, d_starts = read_backward(d_part, d_ends, chunks, starts)
-                # And the gradient at the start of its first one.
-                d_state[: window.bounds[1]] = d_starts[: window.bounds[1]]
-                join_gradients(d_chunks, inputs, gradients, window, size)
-            d_initial[sequences] = d_state
-    given = [
-        None if dx is None or x is None else dx.to(x.dtype)
-        for dx, x in zip(gradients, inputs[:8], strict=True)
-    ]
-    return *given, None if inputs.initial_state is None else d_initial
+
+chunked = Chunked(
+    tokens_in_chunk, chunks_at_once, cut_inputs, window_forward, window_backward, join_gradients
+)
 
 
 def decay(chunks: Chunks, t: int, with_erase: bool = True) -> Tensor:
@@ -203,10 +147,11 @@ def written(chunks: Chunks) -> Tensor:
     return chunks.v if chunks.beta is None else chunks.beta * chunks.v
 
 
-def chunk_starts(chunks: Chunks, state: Tensor, bounds: list[int]) -> Tensor:
-    """[M, HV, V, K] the state at the start of every chunk; state [n, HV, V, K] is before them."""
+def chunk_starts(chunks: Chunks, state: Tensor, bounds: list[int], starts: Tensor) -> None:
+    """The states at the starts of the chunks [M, HV, V, K], from those before them [n, ..]."""
     if len(bounds) == 2:
-        return state[: bounds[1]].clone()
+        starts.copy_(state[: bounds[1]])
+        return
     # What each chunk makes of a state of zeros, and what is left of any other.
     if (given := factors(chunks)) is not None:
         local, left = products.write(*given[1:])
@@ -217,12 +162,10 @@ def chunk_starts(chunks: Chunks, state: Tensor, bounds: list[int]) -> Tensor:
             factor = decay(chunks, t)
             local.mul_(factor).addcmul_(write[:, :, t, :, None], at(chunks.k, t))
             left.mul_(factor)
-    starts = torch.empty_like(local)
     before = state
     for first, stop in pairwise(bounds):
         starts[first:stop] = before[: stop - first]
         before = torch.addcmul(local[first:stop], left[first:stop], starts[first:stop])
-    return starts
 
 
 def read(chunks: Chunks, starts: Tensor) -> tuple[Tensor, Tensor]:

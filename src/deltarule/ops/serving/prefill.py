@@ -196,7 +196,7 @@ def border_states(call: Prefill, saved: Tensor, backend: str) -> Tensor:
     assert call.borders is not None
     sequence, place = within(offsets, call.borders)
     if backend == "torch":
-        size = passes.plan(inputs)[0]
+        size = passes.tokens_in_chunk(inputs)
         counts = -(-offsets.diff() // size)
         return saved[(counts.cumsum(0) - counts)[sequence] + place // size]
     from deltarule.ops.delta_rule.triton import passes as kernels

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.chunks import Group, Window, batch_groups, chunk_count, chunk_size, cut, join
+from deltarule.ops.chunks import Chunked, Window, chunk_size, cut, join, packed_sequences
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch import unerased
 from deltarule.ops.delta_rule.torch.channel_scores import ChannelPairs
@@ -30,8 +30,6 @@ from deltarule.ops.delta_rule.torch.scores import (
     tied,
     tied_backward,
 )
-from deltarule.ops.dispatch import without_autocast
-from deltarule.ops.packed_chunks import packed_groups
 
 
 class Chunks(NamedTuple):
@@ -63,25 +61,18 @@ def window_elements(device: torch.device) -> int:
     return 2**25
 
 
-def plan(inputs: Inputs, size: int | None = None) -> tuple[int, list[Group]]:
-    """Tokens in a chunk, `size` or the usual number, and how these chunks are computed."""
-    batch, tokens = inputs.q.shape[:2]
-    size = size or _chunk_size(inputs)
+def chunks_at_once(inputs: Inputs, size: int) -> int:
     rows = size * inputs.n_steps
     elements = inputs.v.shape[2] * rows * max(rows, *inputs.state_shape[2:])
-    window = max(window_elements(inputs.q.device) // elements, 1)
+    window = window_elements(inputs.q.device) // elements
     if inputs.erase == "none" and inputs.decay != "channel":
         window = max(SHARED_ELEMENTS // elements, window)
-    if inputs.cu_seqlens is None:
-        return size, batch_groups(batch, tokens, size, window, inputs.q.device)
-    return size, packed_groups(inputs.cu_seqlens, tokens, size, window, inputs.q.device)
+    return window
 
 
-def chunk_states_shape(inputs: Inputs) -> tuple[int, int, int, int]:
-    """[M, HV, V, K]: room for the state at the start of each chunk."""
-    packed = None if inputs.cu_seqlens is None else inputs.sequences
-    chunks = chunk_count(inputs.q.shape[0], inputs.q.shape[1], packed, _chunk_size(inputs))
-    return chunks, *inputs.state_shape[1:]
+def tokens_in_chunk(inputs: Inputs) -> int:
+    packed = None if inputs.batch_invariant else packed_sequences(inputs)
+    return chunk_size(inputs.q.shape[1], packed, inputs.n_steps)
 
 
 def cut_inputs(inputs: Inputs, window: Window, size: int) -> Chunks:
@@ -104,7 +95,7 @@ def cut_inputs(inputs: Inputs, window: Window, size: int) -> Chunks:
 def join_gradients(
     d: Chunks, inputs: Inputs, out: list[Tensor | None], window: Window, size: int
 ) -> None:
-    """Write the gradients by the chunks into those by q, k, v, beta, a, b and log_decay."""
+    """Write the gradients by the chunks into those by the inputs."""
     dq, dk, n_steps = d.q * inputs.scale, d.k, inputs.n_steps
     if inputs.normalize_qk:
         dq = unit_norm_backward(dq, _chunked(inputs.q, inputs, window, size, 1))
@@ -117,13 +108,6 @@ def join_gradients(
 
 def _chunked(x: Tensor, inputs: Inputs, window: Window, size: int, n_steps: int) -> Tensor:
     return cut(x, window, size, n_steps, inputs.dtype).unflatten(1, (inputs.q.shape[2], -1))
-
-
-def _chunk_size(inputs: Inputs) -> int:
-    tokens, sequences = inputs.q.shape[1], inputs.sequences
-    if inputs.cu_seqlens is not None and sequences > 0 and not inputs.batch_invariant:
-        tokens = -(-tokens // sequences)
-    return chunk_size(tokens, inputs.n_steps)
 
 
 # x / |x| for the rows of q and k, as a factor of each row.
@@ -225,85 +209,6 @@ class Work(NamedTuple):
     queries: Queries
 
 
-def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, final state, and the states at the starts of the chunks (none without `save`)."""
-    o, final_state, saved = _run(inputs, save)
-    # A number that is not finite, given or of an overflow, may have reached earlier tokens, by the
-    # zeros of a mask. A sum shows it on a CPU, where that needs no waiting.
-    whole = o.device.type != "cpu" or all(
-        x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()
-        for x in (o, final_state)
-    )
-    if not whole:
-        # A chunk of one token has no earlier ones. What was finite keeps its bits.
-        alone, last, _ = _run(inputs, False, 1)
-        o = torch.where(o.isfinite(), o, alone)
-        final_state = torch.where(final_state.isfinite(), final_state, last)
-    return o, final_state, saved
-
-
-def _run(inputs: Inputs, save: bool, size: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The forward in chunks of the usual size, or of one that saves nothing."""
-    heads = inputs.q.shape[2]
-    o = inputs.v.new_empty(inputs.output_shape)
-    final_state = inputs.q.new_zeros(inputs.state_shape, dtype=inputs.dtype)
-    if inputs.initial_state is not None:
-        final_state.copy_(inputs.initial_state)
-    shape = chunk_states_shape(inputs) if save else (0, *inputs.state_shape[1:])
-    # There may be fewer chunks of packed documents than places for them.
-    room = final_state.new_empty if inputs.cu_seqlens is None else final_state.new_zeros
-    saved = room(shape)
-    with without_autocast(o.device):
-        size, groups = plan(inputs, size)
-        for sequences, windows in groups:
-            state = final_state[sequences].unflatten(1, (heads, -1))
-            for window in windows:
-                chunks = cut_inputs(inputs, window, size)
-                # The states of chunks side by side are computed where they are kept.
-                if save and isinstance(window.chunks, slice):
-                    states = saved[window.chunks].unflatten(1, (heads, -1))
-                else:
-                    states = state.new_empty(window.bounds[-1], *state.shape[1:])
-                part = _window_forward(chunks, state, states, window)
-                join(part.flatten(1, 2), o, window, size, 1)
-                if save and not isinstance(window.chunks, slice):
-                    saved[window.chunks] = states.flatten(1, 2)
-            final_state[sequences] = state.flatten(1, 2)
-    return o, final_state, saved
-
-
-def backward(
-    d_o: Tensor, d_final: Tensor | None, inputs: Inputs, saved: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Gradients by q, k, v, beta, a, b, log_decay and initial_state; None for what is None.
-
-    None in place of d_final stands for zeros.
-    Without saved states the forward runs once more, to have them.
-    """
-    if saved.numel() == 0:
-        saved = forward(inputs, save=True)[2]
-    heads = inputs.q.shape[2]
-    gradients = [
-        None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for x in inputs[:7]
-    ]
-    d_initial = inputs.q.new_zeros(inputs.state_shape, dtype=inputs.dtype)
-    if d_final is not None:
-        d_initial.copy_(d_final)
-    with without_autocast(d_o.device):
-        size, groups = plan(inputs)
-        for sequences, windows in groups:
-            d_state = d_initial[sequences].unflatten(1, (heads, -1))
-            for window in reversed(windows):
-                states = saved[window.chunks].unflatten(1, (heads, -1))
-                chunks = cut_inputs(inputs, window, size)
-                d_part = _chunked(d_o, inputs, window, size, 1)
-                d_chunks = _window_backward(d_part, d_state, chunks, states, window)
-                join_gradients(d_chunks, inputs, gradients, window, size)
-            d_initial[sequences] = d_state.flatten(1, 2)
-    return *gradients, None if inputs.initial_state is None else d_initial
-
-
 def _work(chunks: Chunks) -> Work:
     _, k, v, beta, a, b, log_decay = chunks
     decay = Decay()
@@ -328,17 +233,19 @@ def _work(chunks: Chunks) -> Work:
     return Work(decay, corrected, keys, writes, Queries.of(chunks.q, keys, decay))
 
 
-def _window_forward(chunks: Chunks, state: Tensor, states: Tensor, window: Window) -> Tensor:
+def window_forward(chunks: Chunks, state: Tensor, states: Tensor, window: Window) -> Tensor:
     """Outputs of the chunks; the state goes to the end of the window, by way of `states`."""
+    state, states = (x.unflatten(1, (chunks.q.shape[1], -1)) for x in (state, states))
     if runs_unerased(chunks):
         shared = unerased.Shared.of(chunks.q, chunks.k, chunks.log_decay)
-        return unerased.forward(shared, chunks.v, state, states, bunched(chunks, window))
+        o = unerased.forward(shared, chunks.v, state, states, bunched(chunks, window))
+        return o.flatten(1, 2)
     work = _work(chunks)
     values = next_state(work.writes, work.decay.whole, state, window.bounds, states)
     o = work.queries.rows.read(states)
     for scores, x in zip(work.queries.scores, values, strict=True):
         o += scores @ x
-    return o
+    return o.flatten(1, 2)
 
 
 def bunched(chunks: Chunks, window: Window) -> list[list[int]]:
@@ -355,10 +262,11 @@ def runs_unerased(chunks: Chunks) -> bool:
     return chunks.beta is None and chunks.a is None and one_write and not by_channel
 
 
-def _window_backward(
+def window_backward(
     d_o: Tensor, d_state: Tensor, chunks: Chunks, states: Tensor, window: Window
 ) -> Chunks:
     """Gradients by the chunks; d_state goes from the end of the window to its start."""
+    d_o, d_state, states = (x.unflatten(1, (chunks.q.shape[1], -1)) for x in (d_o, d_state, states))
     if runs_unerased(chunks):
         shared = unerased.Shared.of(chunks.q, chunks.k, chunks.log_decay)
         bunches = bunched(chunks, window)
@@ -417,3 +325,25 @@ def _erase_backward(
         )  # fmt: skip
     d_log_decay = decay_backward(d_decay, dq.shape[-2])
     return Chunks(dq, dk, dv, d_beta, da, db, d_log_decay)
+
+
+chunked = Chunked(
+    tokens_in_chunk, chunks_at_once, cut_inputs, window_forward, window_backward, join_gradients
+)
+
+
+def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, final state, and the states at the starts of the chunks (none without `save`)."""
+    o, final_state, saved = chunked.run(inputs, save)
+    # A number that is not finite, given or of an overflow, may have reached earlier tokens, by the
+    # zeros of a mask. A sum shows it on a CPU, where that needs no waiting.
+    whole = o.device.type != "cpu" or all(
+        x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()
+        for x in (o, final_state)
+    )
+    if not whole:
+        # A chunk of one token has no earlier ones. What was finite keeps its bits.
+        alone, last, _ = chunked.run(inputs, False, 1)
+        o = torch.where(o.isfinite(), o, alone)
+        final_state = torch.where(final_state.isfinite(), final_state, last)
+    return o, final_state, saved
