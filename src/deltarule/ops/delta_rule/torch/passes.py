@@ -18,14 +18,11 @@ from deltarule.ops.delta_rule.torch.scores import (
     Corrected,
     Decay,
     HeadPairs,
-    Queries,
     Rows,
-    add,
     decay_backward,
     end_decay,
     free,
     free_backward,
-    queries_backward,
     start_decay,
     tied,
     tied_backward,
@@ -143,11 +140,13 @@ def _factor(x: Tensor) -> Tensor:
 
 
 class Write(NamedTuple):
-    """Values X = x0 + from_state S^T (None: no such part), along keys y decayed to the end."""
+    """Values X = x0 + from_state S^T (None: no such part), written along keys k."""
 
+    k: Tensor
     x0: Tensor
     from_state: Tensor | None
-    y: Rows
+    y: Rows  # k decayed to the end
+    scores: Tensor  # of the queries against k
 
 
 def next_state(
@@ -164,10 +163,10 @@ def next_state(
         states[here] = running
         if whole is not None:
             running *= whole[here]
-        for x, (_, from_state, y) in zip(values, writes, strict=True):
-            if from_state is not None:
-                x[here] += from_state[here] @ states[here].mT
-            running += y.part(here).write(x[here])
+        for x, write in zip(values, writes, strict=True):
+            if write.from_state is not None:
+                x[here] += write.from_state[here] @ states[here].mT
+            running += write.y.part(here).write(x[here])
     return values
 
 
@@ -192,21 +191,25 @@ def next_state_backward(
         if whole is not None:
             running *= whole[here]
         running += d_read[here]
-        for dx, (_, from_state, y) in zip(d_values, writes, strict=True):
-            dx[here] += y.part(here).read(d_ends[here])
-            if from_state is not None:
-                running += dx[here].mT @ from_state[here]
+        for dx, write in zip(d_values, writes, strict=True):
+            dx[here] += write.y.part(here).read(d_ends[here])
+            if write.from_state is not None:
+                running += dx[here].mT @ write.from_state[here]
     return d_ends
 
 
 class Work(NamedTuple):
-    """What forward and backward share of a window; no part of it depends on the state."""
+    """What forward and backward share of a window; no part of it depends on the state.
+
+    The queries of a chunk read from the state at its start, and from the writes inside it:
+
+        O = (q start) S^T + sum over writes of P X        P_ij = q_i.k_j between_ij, j <= i
+    """
 
     decay: Decay
     corrected: Corrected | None
-    keys: list[Tensor]  # y of each write
+    reads: Rows
     writes: list[Write]
-    queries: Queries
 
 
 def _work(chunks: Chunks) -> Work:
@@ -225,12 +228,14 @@ def _work(chunks: Chunks) -> Work:
         corrected, keys = free(a, b, k, v, decay), [b, k]
     else:
         corrected, keys = None, [k]
-    if corrected is None:
-        writes = [Write(v, None, Rows.of(k, decay.end))]
-    else:
-        writes = [Write(corrected.x0, corrected.from_state, Rows.of(keys[0], decay.end))]
-        writes += [Write(v, None, Rows.of(y, decay.end)) for y in keys[1:]]
-    return Work(decay, corrected, keys, writes, Queries.of(chunks.q, keys, decay))
+    values: list[tuple[Tensor, Tensor | None]] = [(v, None)] * len(keys)
+    if corrected is not None:
+        values[0] = corrected.x0, corrected.from_state
+    writes = [
+        Write(y, *x, Rows.of(y, decay.end), decay.between.scores(chunks.q, y, strict=False))
+        for x, y in zip(values, keys, strict=True)
+    ]
+    return Work(decay, corrected, Rows.of(chunks.q, decay.start), writes)
 
 
 def window_forward(chunks: Chunks, state: Tensor, states: Tensor, window: Window) -> Tensor:
@@ -242,9 +247,9 @@ def window_forward(chunks: Chunks, state: Tensor, states: Tensor, window: Window
         return o.flatten(1, 2)
     work = _work(chunks)
     values = next_state(work.writes, work.decay.whole, state, window.bounds, states)
-    o = work.queries.rows.read(states)
-    for scores, x in zip(work.queries.scores, values, strict=True):
-        o += scores @ x
+    o = work.reads.read(states)
+    for write, x in zip(work.writes, values, strict=True):
+        o += write.scores @ x
     return o.flatten(1, 2)
 
 
@@ -272,59 +277,38 @@ def window_backward(
         bunches = bunched(chunks, window)
         found = unerased.backward(shared, chunks.v, states, d_o, d_state, bunches)
         return Chunks(*found[:3], None, None, None, found[3])
-    work = _work(chunks)
+    (q, k, v, beta, a, b, _), work = chunks, _work(chunks)
+    decay, writes = work.decay, work.writes
     values = [
         x0 if from_state is None else x0.add_(from_state @ states.mT)
-        for x0, from_state, _ in work.writes
+        for _, x0, from_state, _, _ in writes
     ]
-    d_values = [scores.mT @ d_o for scores in work.queries.scores]
-    d_read = work.queries.rows.write(d_o)
-    d_ends = next_state_backward(
-        d_values, d_read, work.writes, work.decay.whole, d_state, window.bounds
-    )
-    dq, d_keys, d_decay = queries_backward(
-        d_o, states, values, work.queries, chunks.q, work.keys, work.decay
-    )
-    d_end, d_whole = None, None
-    for i, (x, y, write) in enumerate(zip(values, work.keys, work.writes, strict=True)):
-        dy, d_exponent = write.y.backward(x, d_ends, y, work.decay.end)
-        d_keys[i], d_end = d_keys[i] + dy, add(d_end, d_exponent)
-    if work.decay.whole is not None:
-        d_whole = ((states * d_ends).sum(-2, keepdim=True) * work.decay.whole).sum_to_size(
-            work.decay.whole.shape
-        )
-    d_decay = d_decay._replace(end=d_end, whole=d_whole)
-    return _erase_backward(dq, d_keys, d_values, d_decay, values, states, work, chunks)
-
-
-def _erase_backward(
-    dq: Tensor,
-    d_keys: list[Tensor],
-    d_values: list[Tensor],
-    d_decay: Decay,
-    values: list[Tensor],
-    states: Tensor,
-    work: Work,
-    chunks: Chunks,
-) -> Chunks:
-    """Add what comes through the corrected values to the gradients by everything else."""
-    _, k, v, beta, a, b, _ = chunks
+    d_values, d_read = [write.scores.mT @ d_o for write in writes], work.reads.write(d_o)
+    d_ends = next_state_backward(d_values, d_read, writes, decay.whole, d_state, window.bounds)
+    dq, d_start = work.reads.backward(d_o, states, q, decay.start)
+    d_keys: list[Tensor] = []
+    d_decay = Decay(d_start)
+    for x, write in zip(values, writes, strict=True):
+        of_pairs = decay.between.backward(d_o @ x.mT, write.scores, q, write.k, strict=False)
+        dy, d_end = write.y.backward(x, d_ends, write.k, decay.end)
+        dq = dq + of_pairs[0]
+        d_keys.append(of_pairs[1] + dy)
+        d_decay = d_decay.plus(Decay(end=d_end, between=of_pairs[2]))
+    if decay.whole is not None:
+        d_whole = (states * d_ends).sum(-2, keepdim=True) * decay.whole
+        d_decay = d_decay._replace(whole=d_whole.sum_to_size(decay.whole.shape))
+    # What comes through the corrected values.
     dk, dv, d_beta, da, db = d_keys[-1], d_values[-1], None, None, None
     if work.corrected is not None:
         seen = d_values[0], values[0], states, work.corrected
         if beta is not None:
-            dk_erase, dv, d_beta, d_erase = tied_backward(*seen, k, v, beta, work.decay)
+            dk_erase, dv, d_beta, d_erase = tied_backward(*seen, k, v, beta, decay)
             dk = dk + dk_erase
         elif a is not None and b is not None:
-            da, db, dk_erase, dv_erase, d_erase = free_backward(*seen, a, b, k, v, work.decay)
+            da, db, dk_erase, dv_erase, d_erase = free_backward(*seen, a, b, k, v, decay)
             dk, dv, db = dk + dk_erase, dv + dv_erase, db + d_keys[0]
-        d_decay = Decay(
-            start=add(d_decay.start, d_erase.start), end=d_decay.end, whole=d_decay.whole,
-            between=d_decay.between.plus(d_erase.between), start_before=d_erase.start_before,
-            between_before=d_erase.between_before,
-        )  # fmt: skip
-    d_log_decay = decay_backward(d_decay, dq.shape[-2])
-    return Chunks(dq, dk, dv, d_beta, da, db, d_log_decay)
+        d_decay = d_decay.plus(d_erase)
+    return Chunks(dq, dk, dv, d_beta, da, db, decay_backward(d_decay, dq.shape[-2]))
 
 
 chunked = Chunked(

@@ -97,6 +97,14 @@ class Decay(NamedTuple):
     start_before: Tensor | None = None  # `start` and `between` without the row itself
     between_before: Pairs = HeadPairs(None)
 
+    def plus(self, other: "Decay") -> "Decay":
+        """The sum of two gradients."""
+        return Decay(
+            add(self.start, other.start), add(self.end, other.end), add(self.whole, other.whole),
+            self.between.plus(other.between), add(self.start_before, other.start_before),
+            self.between_before.plus(other.between_before),
+        )  # fmt: skip
+
 
 def decay_backward(d: Decay, size: int) -> Tensor | None:
     parts = []
@@ -364,42 +372,3 @@ def _inverse(lower: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(
         lower, identity.expand_as(lower), upper=False, unitriangular=True
     )
-
-
-# What the queries of a chunk read: from the state at its start, and from the writes inside it.
-#
-# O = (q start) S^T + sum over writes of P X        P_ij = q_i.y_j between_ij, j <= i
-
-
-class Queries(NamedTuple):
-    """Queries decayed from the chunk's start, and their scores against the keys of each write."""
-
-    rows: Rows
-    scores: list[Tensor]
-
-    @classmethod
-    def of(cls, q: Tensor, keys: list[Tensor], decay: Decay) -> "Queries":
-        """q [M, H, 1, C, K], keys [M, H, 1 or G, C*n, K]."""
-        scores = [decay.between.scores(q, y, strict=False) for y in keys]
-        return cls(Rows.of(q, decay.start), scores)
-
-
-def queries_backward(
-    d_o: Tensor,
-    states: Tensor,
-    values: list[Tensor],
-    chunk: Queries,
-    q: Tensor,
-    keys: list[Tensor],
-    decay: Decay,
-) -> tuple[Tensor, list[Tensor], Decay]:
-    dq, d_start = chunk.rows.backward(d_o, states, q, decay.start)
-    d_keys: list[Tensor] = []
-    d_between: Pairs | None = None
-    for x, y, scores in zip(values, keys, chunk.scores, strict=True):
-        dq_pairs, dy, d_pairs = decay.between.backward(d_o @ x.mT, scores, q, y, strict=False)
-        dq = dq + dq_pairs
-        d_keys.append(dy)
-        d_between = d_pairs if d_between is None else d_between.plus(d_pairs)
-    assert d_between is not None
-    return dq, d_keys, Decay(start=d_start, between=d_between)
