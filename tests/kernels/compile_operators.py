@@ -23,7 +23,7 @@ from deltarule.ops.fused.swiglu import swiglu
 from deltarule.ops.memory.torch.triton_scan import Scan
 from deltarule.ops.memory.triton import passes as memory_passes
 from deltarule.ops.mesa import triton as mesa
-from deltarule.ops.mesa.torch import Systems
+from deltarule.ops.mesa.torch import Covariance
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.ops.selective_scan.triton import passes
 from deltarule.ops.slstm.inputs import SLSTMInputs
@@ -69,9 +69,10 @@ def solver(size: int, key_size: int) -> None:
     of = (2, 1, 4)
     shapes = (
         (*of, size, key_size), (*of, size, size), (*of, size, 1), (*of, key_size, key_size),
-        (4, 1, key_size), (*of, size, key_size),
+        (4, 1, key_size),
     )  # fmt: skip
-    mesa.conjugate_gradients(Systems(*map(torch.empty, shapes), 30))
+    covariance = Covariance(*map(torch.empty, shapes))
+    mesa.conjugate_gradients(covariance, torch.empty(*of, size, key_size), 30)
 
 
 def memory(

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltarule.ops.mesa.torch import Covariance, conjugate_gradients, iterations_operator
+from deltarule.ops.mesa.torch import Covariance, conjugate_gradients, solution
 from promised import promised
 from tolerance import relative_rms
 
@@ -34,7 +34,7 @@ def double(covariance):
 def test_iterations_are_those_of_pytorch(sizes, iterations):
     """The definition's own sequence, not only its limit."""
     covariance, b = systems(size=sizes[0], channels=sizes[1])
-    found = iterations_operator(*covariance, b, iterations)
+    found = solution(b, *covariance, None, iterations, "triton")
     expected = conjugate_gradients(double(covariance), b.double(), iterations)
     own = relative_rms(conjugate_gradients(covariance, b, iterations), expected)
     assert relative_rms(found, expected) <= max(4 * own, 1e-6)
@@ -44,6 +44,6 @@ def test_what_is_zero_stays_zero():
     """A masked token has no right side, and one that has converged moves no more."""
     covariance, b = systems()
     b[:, :, :, 3:5] = 0
-    found = iterations_operator(*covariance, b, 30)
+    found = solution(b, *covariance, None, 30, "triton")
     assert (found[:, :, :, 3:5] == 0).all()
     assert found.isfinite().all()

@@ -48,23 +48,13 @@ def solve(covariance: Covariance, q: Tensor, iterations: int | None, backend: st
     A^{-1} applied to it is what the gradient passes through.
     """
     if torch.autograd.forward_ad._current_level >= 0 and any(map(is_dual, (q, *covariance))):
-        raise NotImplementedError(solution_operator.message)
+        raise NotImplementedError(solution.message)
     with torch.no_grad():
-        detached = Covariance(*(y.detach() for y in covariance))
-        x = solved(detached, q.detach(), iterations, backend)
+        detached = [y.detach() for y in covariance]
+        x = solution(q.detach(), *detached, None, iterations, backend)
     if not torch.is_grad_enabled():
         return x
-    residual = q - covariance.times(x)
-    return solution_operator(x, residual, *detached, iterations, backend)
-
-
-def solved(covariance: Covariance, b: Tensor, iterations: int | None, backend: str) -> Tensor:
-    """The hot stage: conjugate gradients, or with None the exact solution."""
-    if iterations is None:
-        return exact(covariance, b)
-    if backend == "triton":
-        return iterations_operator(*covariance, b, iterations)
-    return conjugate_gradients(covariance, b, iterations)
+    return solution(q - covariance.times(x), *detached, x, iterations, backend)
 
 
 def conjugate_gradients(covariance: Covariance, b: Tensor, iterations: int) -> Tensor:
@@ -92,57 +82,49 @@ def exact(covariance: Covariance, b: Tensor) -> Tensor:
     return torch.stack(solutions, dim=-2)
 
 
-class Solution(NamedTuple):
-    """x, with the gradient of A^{-1} applied to the residual; A as what makes a `Covariance`."""
+class Systems(NamedTuple):
+    """A x = b of all tokens, A as what makes a `Covariance`, and x where it is known already."""
 
-    x: Tensor
-    residual: Tensor
+    b: Tensor
     k: Tensor
     weights: Tensor
     start: Tensor
     H: Tensor
     regularizer: Tensor
+    x: Tensor | None
     iterations: int | None
     backend: str
 
 
-def solution_backward(given: Backward[Solution]) -> Gradients:
-    """A^{-1} dx, as A is symmetric; a second derivative would need that of A."""
-    (d_x,), inputs = given.gradients, given.inputs
-    assert d_x is not None
-    return (solved(Covariance(*inputs[2:7]), d_x, *inputs[7:]),)
-
-
-rules = Rules(1, (), ("residual",), forgotten=("x", "residual"), otherwise='use impl="reference"')
-solution_operator = Operator(
-    "mesa_solution", Solution, lambda given: (given.x.clone(),), solution_backward,
-    lambda given: (torch.empty_like(given.x),), rules=rules,
-)  # fmt: skip
-
-
-class Systems(NamedTuple):
-    """A of every token, the right-hand sides, and how many steps are taken."""
-
-    k: Tensor
-    weights: Tensor
-    start: Tensor
-    H: Tensor
-    regularizer: Tensor
-    b: Tensor
-    iterations: int
-
-
-def gpu_iterations(inputs: Systems) -> tuple[Tensor]:
-    """`conjugate_gradients` in Triton; its derivative is that of the solution, above."""
+def solved(inputs: Systems) -> Tensor:
+    """The hot stage: conjugate gradients, or with None the exact solution."""
+    covariance, iterations = Covariance(*inputs[1:6]), inputs.iterations
+    if iterations is None:
+        return exact(covariance, inputs.b)
+    if inputs.backend == "torch":
+        return conjugate_gradients(covariance, inputs.b, iterations)
     # Triton is an extra, imported where it runs.
     from deltarule.ops.mesa import triton as kernels
 
-    return (kernels.conjugate_gradients(inputs),)
+    return kernels.conjugate_gradients(covariance, inputs.b, iterations)
 
 
-iterations_operator = Operator(
-    "mesa_iterations", Systems, gpu_iterations, None,
-    lambda given: (torch.empty_like(given.b, memory_format=torch.contiguous_format),),
+def solution_forward(inputs: Systems) -> tuple[Tensor]:
+    x = solved(inputs) if inputs.x is None else inputs.x.clone()
+    return (x.contiguous(),)
+
+
+def solution_backward(given: Backward[Systems]) -> Gradients:
+    """A^{-1} dx, as A is symmetric; a second derivative would need that of A."""
+    (d_x,), inputs = given.gradients, given.inputs
+    assert d_x is not None
+    return (solved(inputs._replace(b=d_x)),)
+
+
+rules = Rules(gradients=("b",), forgotten=("b", "x"), otherwise='use impl="reference"')
+solution: Operator[Systems] = Operator(
+    "mesa_solution", Systems, solution_forward, solution_backward,
+    lambda given: (torch.empty_like(given.b, memory_format=torch.contiguous_format),), rules=rules,
 )  # fmt: skip
 
 
@@ -246,7 +228,7 @@ def mesa_step(given: Arguments, backend: str) -> MesaOutput:
         # A chunk of one token, whose key H holds already.
         of_key = key.unsqueeze(1), torch.zeros_like(one), one, H.unsqueeze(1), ridge
         query = q[:, t, :, None].unsqueeze(1)
-        x = solved(Covariance(*of_key), query, given["iterations"], backend)
+        x = solution(query, *of_key, None, given["iterations"], backend)
         outputs.append((G @ x[:, 0].mT).squeeze(-1))
     o = torch.stack(outputs, dim=1) * given["scale"]
     return MesaOutput(o.to(v.dtype), MesaState(H, G))
