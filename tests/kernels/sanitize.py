@@ -23,7 +23,6 @@ from deltarule.doctor.examine import LENGTHS, Configuration, draw, fused_run, re
 from deltarule.ops.delta_rule.gate_logits import NO_MAPS, Step
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.torch.step import rows_of
 from deltarule.ops.delta_rule.triton.step import recurrent_step
 from deltarule.ops.dispatch import forget_calls
 from neighbours import MAKERS, with_gradients
@@ -125,7 +124,7 @@ def both(inputs: Inputs) -> None:
 def step(of: Configuration) -> None:
     """Two tokens for rows in a pool, one of them for no state at all."""
     inputs = draw(of, (2,), DEVICE, False)._replace(initial_state=None, cu_seqlens=None)
-    rows = rows_of(inputs, torch.tensor([0, 0], device=DEVICE))
+    rows = inputs.each(lambda x, _: x[[0, 0]])
     slots, indices = 3, torch.tensor([2, -1], device=DEVICE)
     for dtype in (torch.float32, torch.bfloat16):
         pool = torch.zeros(slots, *inputs.state_shape[1:], dtype=dtype, device=DEVICE)

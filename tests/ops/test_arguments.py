@@ -100,15 +100,14 @@ ERASE = ZEROS(2, 1, 4, 8)
 STEP = {
     r"state must be \[slots, HV, V, K\] = \[\*, 4, 6, 8\]": {"state": ZEROS(2, 4, 8, 6)},
     "state must have B = 2 rows without state_indices": {"state": ZEROS(3, 4, 6, 8)},
-    "state must be torch.float32 or torch.bfloat16 or torch.float16": {
+    "state must be torch.float32 or torch.bfloat16 or torch.float16 on cpu, got torch.float64": {
         "state": ZEROS(2, 4, 6, 8).double()
     },
-    "for q in torch.float32, got torch.float64": {"state": ZEROS(2, 4, 6, 8).double()},
-    "state_indices must be a tensor or None, got list": {"state_indices": [0, 1]},
+    r"state_indices must be a tensor \[B\], got list": {"state_indices": [0, 1]},
     "state_indices must lie in .* got -2": twice(-2, 0),
     r"state_indices must lie in \[0, 2\).* got 2": twice(2, 0),
     "state_indices must name no slot twice": twice(1, 1),
-    r"state_indices must be \[B\] = \[2\]": {"state_indices": ZEROS(3).long()},
+    r"state_indices must be \[B\] with B = 2": {"state_indices": ZEROS(3).long()},
     "state_indices must be an int32 or int64": {"state_indices": ZEROS(2)},
     "beta and a, b exclude": {"a": ERASE, "b": ERASE},
     "a and b go together": {"beta": None, "a": ERASE},
@@ -287,11 +286,14 @@ POOL_GOOD = {
 TWICE = torch.tensor([1, 1])
 POOL = {
     r"state must be \[slots, HV, V, K\] = \[\*, 2, 4, 4\]": {"state": ZEROS(3, 2, 4, 5)},
-    "state must be torch.float32 or": {"state": ZEROS(3, 2, 4, 4).double()},
+    "state must be torch.float32 or .* on cpu, got torch.float64": {
+        "state": ZEROS(3, 2, 4, 4).double()
+    },
     r"state_indices must be \[N\].* with N = 2": {"state_indices": torch.tensor([0])},
-    "state_indices must lie below 3 slots, got 3": twice(0, 3),
+    r"state_indices must lie in \[0, 3\) or be null_index=-1, got 3": twice(0, 3),
     "must name no slot twice": {"state_indices": TWICE},
     "state_indices must be an int32 or int64 tensor": {"state_indices": TWICE.float()},
+    r"out must be \[B, T, HV, V\] = \[1, 4, 2, 4\]": {"out": ZEROS(1, 4, 4, 2)},
     "out must be contiguous": {"out": ZEROS(1, 4, 4, 2).mT},
     "has no gradient": {"q": Q.clone().requires_grad_()},
 }

@@ -1,6 +1,7 @@
 """The arguments of one call: what the operators check and every backend is given."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +64,17 @@ class Inputs(NamedTuple):
     def output_shape(self) -> tuple[int, int, int, int]:
         """[B, T, HV, V]."""
         return self.q.shape[0], self.q.shape[1], self.v.shape[2], self.v.shape[3]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of a token in q, k, v, beta, a, b and log_decay, the streams."""
+        return 1, self.n_steps, self.n_steps, self.n_steps, 1, 1, 1
+
+    def each(self, f: Callable[[Tensor, int], Tensor]) -> "Inputs":
+        """The inputs with f of each stream and its rows of a token."""
+        streams = zip(self._fields, self[:7], self.rows, strict=False)
+        found: dict[str, Any] = {name: f(x, rows) for name, x, rows in streams if x is not None}
+        return self._replace(**found)
 
     @property
     def dtype(self) -> torch.dtype:

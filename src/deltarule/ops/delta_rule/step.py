@@ -1,24 +1,20 @@
 """The operator for decoding: a few new tokens, the state updated in place."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import check_dense, readable, shape
 from deltarule.ops.delta_rule.gate_logits import NO_MAPS, BetaLogits, DecayLogits, Step, checked
 from deltarule.ops.delta_rule.implementations import Request, run_reference
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
-from deltarule.ops.delta_rule.torch.step import rows_of
 from deltarule.ops.dispatch import Impl, Table, choose, why_no_triton
 from deltarule.ops.few_tokens import MAX_TOKENS, check_no_gradient
 from deltarule.ops.in_place import InPlace
 from deltarule.ops.plain import forms
+from deltarule.ops.pools import check_indices, check_pool, check_room
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
 
 MAX_KEY_CHANNELS = 256
-INDEX_DTYPES = (torch.int32, torch.int64)
 STATE_DTYPES = {
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),
     torch.float64: (torch.float64,),
@@ -106,61 +102,18 @@ def check_step(step: Step) -> None:
             f"q must hold 1 to {MAX_TOKENS} tokens, got T = {inputs.q.shape[1]}: "
             "for more, call delta_rule or dplr with initial_state"
         )
-    size = inputs.state_shape[1:]
-    expected = f"[slots, HV, V, K] = [*, {str(list(size))[1:]}"
-    check_dense("state", state, f" {expected}")
-    if state.ndim != 4 or tuple(state.shape[1:]) != size:
-        raise ValueError(f"state must be {expected}, got {shape(state)}")
-    dtypes = STATE_DTYPES[inputs.dtype]
-    if state.dtype not in dtypes or state.device != inputs.q.device:
+    dtypes, batch = STATE_DTYPES[inputs.dtype], inputs.q.shape[0]
+    check_pool(state, "[slots, HV, V, K]", inputs.state_shape[1:], dtypes, inputs.q)
+    if step.slots is not None:
+        null = step.null_index
+        check_indices("state_indices", step.slots, "[B]", batch, state, null, below=False)
+    elif state.shape[0] != batch:
         raise ValueError(
-            f"state must be {' or '.join(map(str, dtypes))} on {inputs.q.device} for q in "
-            f"{inputs.q.dtype}, got {state.dtype} on {state.device}"
+            f"state must have B = {batch} rows without state_indices, got {state.shape[0]}"
         )
-    check_slots(state, step.slots, step.null_index, batch=inputs.q.shape[0])
-    if (states := step.states) is not None:
-        check_dense("states", states, " or None")
-        room = [*inputs.output_shape, inputs.q.shape[3]]
-        if list(states.shape) != room:
-            raise ValueError(f"states must be [B, T, HV, V, K] = {room}, got {shape(states)}")
-        like = states.dtype == state.dtype and states.device == state.device
-        if not like or not states.is_contiguous():
-            raise ValueError(
-                f"states must be contiguous, {state.dtype} and on {state.device} like state, got "
-                f"{states.dtype} on {states.device}"
-            )
+    room = *inputs.output_shape, inputs.q.shape[3]
+    check_room("states", step.states, "[B, T, HV, V, K]", room, state)
     check_no_gradient("recurrent_step", step.tensors)
-
-
-def check_slots(state: Tensor, state_indices: Tensor | None, null_index: int, batch: int) -> None:
-    """Which rows of the pool are meant; their values are read only where that costs no waiting."""
-    if state_indices is None:
-        if state.shape[0] != batch:
-            raise ValueError(
-                f"state must have B = {batch} rows without state_indices, got {state.shape[0]}"
-            )
-        return
-    check_dense("state_indices", state_indices, " or None")
-    if state_indices.dtype not in INDEX_DTYPES:
-        raise ValueError(
-            f"state_indices must be an int32 or int64 tensor, got {state_indices.dtype}"
-        )
-    if state_indices.shape != (batch,):
-        raise ValueError(f"state_indices must be [B] = [{batch}], got {shape(state_indices)}")
-    if state_indices.device != state.device:
-        raise ValueError(f"state_indices is on {state_indices.device}, state on {state.device}")
-    if not readable(state_indices):
-        return
-    # A wrong one would change another's state.
-    slots, count = state_indices.tolist(), state.shape[0]
-    written = [slot for slot in slots if slot != null_index]
-    for slot in written:
-        if not 0 <= slot < count:
-            raise ValueError(
-                f"state_indices must lie in [0, {count}) or be null_index={null_index}, got {slot}"
-            )
-    if len(set(written)) < len(written):
-        raise ValueError(f"state_indices must name no slot twice, got {slots}")
 
 
 def reference_step(step: Step) -> Tensor:
@@ -173,7 +126,8 @@ def reference_step(step: Step) -> Tensor:
     slots = rows if indices is None else indices.long()
     rows = rows if indices is None else rows[slots != step.null_index]
     current = state[slots[rows]].to(inputs.dtype)
-    o, after = run_reference(Request(rows_of(inputs, rows)._replace(initial_state=current)))
+    picked = inputs.each(lambda x, _: x[rows])._replace(initial_state=current)
+    o, after = run_reference(Request(picked))
     assert after is not None
     state[slots[rows]] = after.to(state.dtype)
     return o.new_zeros(inputs.output_shape).index_copy(0, rows, o)
@@ -184,15 +138,9 @@ def one_by_one(step: Step, states: Tensor) -> Tensor:
     inputs, rows = step.maps.applied(step.inputs), torch.arange(step.inputs.q.shape[0])
     slots = rows if step.slots is None else step.slots.long().cpu()
     rows = rows if step.slots is None else rows[slots != step.null_index]
-    n, outputs = inputs.n_steps, []
-    # Rows of a token in q, k, v, beta, a, b and log_decay.
-    each = (1, n, n, n, 1, 1, 1)
+    outputs = []
     for t in range(inputs.q.shape[1]):
-        parts: list[Any] = [
-            None if x is None else x[:, t * count : (t + 1) * count]
-            for x, count in zip(inputs[:7], each, strict=True)
-        ]
-        token = Inputs._make((*parts, *inputs[7:]))
+        token = inputs.each(lambda x, n: x[:, t * n : (t + 1) * n])  # noqa: B023 (called here)
         outputs.append(reference_step(step._replace(inputs=token, maps=NO_MAPS, states=None)))
         states[rows, t] = step.state[slots[rows]]
     return torch.cat(outputs, dim=1)

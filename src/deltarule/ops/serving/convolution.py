@@ -13,8 +13,8 @@ from deltarule.ops.fused import short_conv as fused
 from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.ops.pack import check_cu_seqlens
 from deltarule.ops.plain import forms
+from deltarule.ops.pools import check_pool, check_room, check_slots, offsets_of
 from deltarule.ops.serving import definition
-from deltarule.ops.serving.inputs import check_out, check_pool, check_slots, offsets_of
 from deltarule.ops.serving.pool import read, write
 from deltarule.shapes import Hidden, Offsets
 
@@ -123,9 +123,9 @@ def check(call: Convolution, out: Tensor | None) -> None:
         check_cu_seqlens(cu_seqlens, x)
     rows = len(call.offsets) - 1
     check_axes("state", state, "[slots, R, D]", 3)
-    check_pool("state", state, (state.shape[1], channels), "[slots, R, D]", DTYPES)
+    check_pool(state, "[slots, R, D]", (state.shape[1], channels), DTYPES, x)
     check_slots(reads, writes, rows, state, null_index)
-    check_out(out, x, x.shape)
+    check_room("out", out, "[B, T, D]", x.shape, x)
     check_no_gradient("pool_convolution", (x, weight, bias, state, out))
     least = call.reach
     if accepted is not None:

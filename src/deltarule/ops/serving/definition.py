@@ -19,13 +19,9 @@ Run = Callable[[Inputs], RecurrentOutput]
 
 def stretch(inputs: Inputs, first: int, last: int, state: Tensor) -> Inputs:
     """Tokens first to last of rows that lie end to end, begun from state [HV, V, K]."""
-
-    found = {"cu_seqlens": None, "initial_state": state.to(inputs.dtype).unsqueeze(0)}
-    for name in ("q", "k", "v", "beta", "a", "b", "log_decay"):
-        n = inputs.n_steps if name in ("k", "v", "beta") else 1
-        if (x := getattr(inputs, name)) is not None:
-            found[name] = x.flatten(0, 1)[first * n : last * n].unsqueeze(0)
-    return inputs._replace(**found)
+    found = inputs.each(lambda x, n: x.flatten(0, 1)[first * n : last * n].unsqueeze(0))
+    start = state.to(inputs.dtype).unsqueeze(0)
+    return found._replace(cu_seqlens=None, initial_state=start)
 
 
 def taken(state: Tensor, slot: int, null_index: int) -> Tensor:

@@ -18,8 +18,8 @@ from deltarule.ops.delta_rule.step import STATE_DTYPES
 from deltarule.ops.delta_rule.torch import passes
 from deltarule.ops.dispatch import Impl, choose, first_that_runs
 from deltarule.ops.few_tokens import check_no_gradient
+from deltarule.ops.pools import check_pool, check_room, check_slots, offsets_of
 from deltarule.ops.serving import definition
-from deltarule.ops.serving.inputs import check_out, check_pool, check_slots, offsets_of
 from deltarule.ops.serving.pool import read, write
 from deltarule.shapes import Beta, Decay, Erase, Keys, Offsets, Outputs, Queries, State, Values
 
@@ -137,9 +137,9 @@ def pool_prefill(
 def check(call: Prefill, out: Tensor | None) -> None:
     inputs, state, reads, writes, null_index, borders = call
     size, rows = inputs.state_shape[1:], inputs.sequences
-    check_pool("state", state, size, "[slots, HV, V, K]", STATE_DTYPES[inputs.dtype])
+    check_pool(state, "[slots, HV, V, K]", size, STATE_DTYPES[inputs.dtype], inputs.q)
     check_slots(reads, writes, rows, state, null_index)
-    check_out(out, inputs.v, inputs.output_shape)
+    check_room("out", out, "[B, T, HV, V]", inputs.output_shape, inputs.v)
     check_no_gradient("pool_prefill", (*inputs[:7], state, out))
     if borders is None:
         return

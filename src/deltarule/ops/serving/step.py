@@ -1,7 +1,5 @@
 """A few tokens for each of many requests: rows of any lengths, drafted tokens with their slots."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,8 +13,8 @@ from deltarule.ops.dispatch import Impl, Table, choose
 from deltarule.ops.few_tokens import check_no_gradient
 from deltarule.ops.in_place import InPlace
 from deltarule.ops.plain import forms
+from deltarule.ops.pools import check_indices, check_pool, check_room, offsets_of
 from deltarule.ops.serving import definition
-from deltarule.ops.serving.inputs import check_indices, check_out, check_pool, offsets_of
 from deltarule.ops.serving.pool import read, write
 from deltarule.shapes import Beta, Decay, Erase, Keys, Offsets, Outputs, Queries, State, Values
 
@@ -96,7 +94,7 @@ def pool_step(
     """
     inputs = Inputs(q, k, v, None, a, b, None, None, cu_seqlens, n_steps, normalize_qk=normalize_qk)
     inputs, maps = checked(inputs, scale, beta, log_decay)
-    check_out(out, inputs.v, inputs.output_shape)
+    check_room("out", out, "[B, T, HV, V]", inputs.output_shape, inputs.v)
     room = torch.empty(inputs.output_shape, dtype=v.dtype, device=v.device) if out is None else out
     step = Step(inputs, maps, state, state_indices, null_index, None, accepted, room)
     check_no_gradient("pool_step", (*step.inputs[:7], *maps[:2], state, out))
@@ -108,8 +106,8 @@ def pool_step(
 def check(step: Step, slots: Tensor) -> None:
     inputs, state, accepted = step.inputs, step.state, step.accepted
     rows, dtypes = inputs.sequences, STATE_DTYPES[inputs.dtype]
-    check_pool("state", state, inputs.state_shape[1:], "[slots, HV, V, K]", dtypes)
-    check_indices("state_indices", slots, rows, state, step.null_index, by_token=True)
+    check_pool(state, "[slots, HV, V, K]", inputs.state_shape[1:], dtypes, inputs.q)
+    check_indices("state_indices", slots, "[N] or [N, S]", rows, state, step.null_index)
     most = slots.shape[1] if slots.ndim == 2 else None
     if accepted is not None and (most is None or accepted.shape != (rows,)):
         raise ValueError(
@@ -145,7 +143,10 @@ def run_torch(step: Step) -> None:
         real = (place < lengths[:, None]) & (first > null_index)[:, None]
         own = read(state, first, null_index, inputs.dtype)
         after = own.new_zeros(len(lengths), longest, *own.shape[1:])
-        o = torch_step(Step(filled(maps.applied(inputs), token), NO_MAPS, own, states=after))
+        # Rows that lie end to end, as rows of a batch.
+        rows = maps.applied(inputs)._replace(cu_seqlens=None)
+        rows = rows.each(lambda x, n: x.flatten(0, 1).unflatten(0, (-1, n))[token].flatten(1, 2))
+        o = torch_step(Step(rows, NO_MAPS, own, states=after))
         out.view(-1, *out.shape[2:])[token[real]] = o[real]
         if slots.ndim == 1:
             kept = torch.where(real[:, 0], slots, null_index)
@@ -154,20 +155,6 @@ def run_torch(step: Step) -> None:
         else:
             every = torch.where(real, slots[:, :longest], null_index)
             write(state, every.flatten(), null_index, after.flatten(0, 1))
-
-
-def filled(inputs: Inputs, token: Tensor) -> Inputs:
-    """The tokens [N, S] of rows that lie end to end, as rows of a batch."""
-
-    def picked(x: Tensor | None, steps: int) -> Tensor | None:
-        if x is None:
-            return None
-        return x.flatten(0, 1).unflatten(0, (-1, steps))[token].flatten(1, 2)
-
-    rows = dict.fromkeys(("q", "a", "b", "log_decay"), 1)
-    rows |= dict.fromkeys(("k", "v", "beta"), inputs.n_steps)
-    found: dict[str, Any] = {name: picked(getattr(inputs, name), n) for name, n in rows.items()}
-    return inputs._replace(**found, cu_seqlens=None)
 
 
 def run_triton(step: Step) -> None:

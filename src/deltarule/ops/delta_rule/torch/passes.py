@@ -28,20 +28,9 @@ from deltarule.ops.delta_rule.torch.scores import (
     tied_backward,
 )
 
-
-class Chunks(NamedTuple):
-    """Inputs cut into chunks: [M, H, G or 1, rows, channels], in the dtype of the state.
-
-    q and k are of unit norm where that was asked, and q holds the scale.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    beta: Tensor | None
-    a: Tensor | None
-    b: Tensor | None
-    log_decay: Tensor | None
+# Inputs cut into chunks: [M, H, G or 1, rows, channels], in the dtype of the state. q and k are of
+# unit norm where that was asked, and q holds the scale. And gradients by them.
+Chunks = Inputs
 
 
 # The same of chunks that erase nothing, of which a cache holds bunches: fewer windows to set up.
@@ -73,37 +62,31 @@ def tokens_in_chunk(inputs: Inputs) -> int:
 
 
 def cut_inputs(inputs: Inputs, window: Window, size: int) -> Chunks:
-    """Cut every tensor; the empty places of a chunk decay, erase and write nothing."""
-    q = _chunked(inputs.q, inputs, window, size, 1)
-    k, v = (_chunked(x, inputs, window, size, inputs.n_steps) for x in (inputs.k, inputs.v))
+    """Cut every stream; the empty places of a chunk decay, erase and write nothing."""
+    chunks = inputs.each(lambda x, rows: _chunked(x, inputs, window, size, rows))
+    q, k, log_decay = chunks.q, chunks.k, chunks.log_decay
     if inputs.normalize_qk:
         q, k = unit_norm(q), unit_norm(k)
-    beta, log_decay, a, b = inputs.beta, inputs.log_decay, inputs.a, inputs.b
-    if beta is not None:
-        beta = _chunked(beta.unsqueeze(-1), inputs, window, size, inputs.n_steps)
     if log_decay is not None:
-        log_decay = log_decay if log_decay.ndim == 4 else log_decay.unsqueeze(-1)
-        log_decay = _chunked(log_decay, inputs, window, size, 1).clamp_(min=LOWEST)
-    if a is not None and b is not None:
-        a, b = (_chunked(x, inputs, window, size, 1) for x in (a, b))
-    return Chunks(q * inputs.scale, k, v, beta, a, b, log_decay)
+        log_decay.clamp_(min=LOWEST)
+    return chunks._replace(q=q * inputs.scale, k=k)
 
 
 def join_gradients(
     d: Chunks, inputs: Inputs, out: list[Tensor | None], window: Window, size: int
 ) -> None:
     """Write the gradients by the chunks into those by the inputs."""
-    dq, dk, n_steps = d.q * inputs.scale, d.k, inputs.n_steps
+    dq, dk, rows = d.q * inputs.scale, d.k, inputs.rows
     if inputs.normalize_qk:
-        dq = unit_norm_backward(dq, _chunked(inputs.q, inputs, window, size, 1))
-        dk = unit_norm_backward(dk, _chunked(inputs.k, inputs, window, size, n_steps))
-    steps = (1, n_steps, n_steps, n_steps, 1, 1, 1)
-    for dx, x, n in zip((dq, dk, *d[2:]), out, steps, strict=True):
+        dq = unit_norm_backward(dq, _chunked(inputs.q, inputs, window, size, rows[0]))
+        dk = unit_norm_backward(dk, _chunked(inputs.k, inputs, window, size, rows[1]))
+    for dx, x, n in zip((dq, dk, *d[2:7]), out, rows, strict=True):
         if dx is not None and x is not None:
             join(dx.flatten(1, 2), x if x.ndim == 4 else x.unsqueeze(-1), window, size, n)
 
 
 def _chunked(x: Tensor, inputs: Inputs, window: Window, size: int, n_steps: int) -> Tensor:
+    x = x if x.ndim == 4 else x.unsqueeze(-1)
     return cut(x, window, size, n_steps, inputs.dtype).unflatten(1, (inputs.q.shape[2], -1))
 
 
@@ -213,7 +196,7 @@ class Work(NamedTuple):
 
 
 def _work(chunks: Chunks) -> Work:
-    _, k, v, beta, a, b, log_decay = chunks
+    _, k, v, beta, a, b, log_decay = chunks[:7]
     decay = Decay()
     if log_decay is not None:
         pairs: Any = HeadPairs if log_decay.shape[-1] == 1 else ChannelPairs
@@ -277,7 +260,7 @@ def window_backward(
         bunches = bunched(chunks, window)
         found = unerased.backward(shared, chunks.v, states, d_o, d_state, bunches)
         return Chunks(*found[:3], None, None, None, found[3])
-    (q, k, v, beta, a, b, _), work = chunks, _work(chunks)
+    (q, k, v, beta, a, b, _), work = chunks[:7], _work(chunks)
     decay, writes = work.decay, work.writes
     values = [
         x0 if from_state is None else x0.add_(from_state @ states.mT)

@@ -5,8 +5,6 @@
 or, with a free erase, S <- S Diag(decay_t) + (S a_t) b_t^T + v_t k_t^T.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -25,7 +23,7 @@ def recurrent_step(step: Step) -> Tensor:
             return _within(inputs, state, states)
         rows = (step.slots != step.null_index).nonzero().squeeze(-1)
         slots = step.slots[rows].long()
-        picked, own = rows_of(inputs, rows), state[slots]
+        picked, own = inputs.each(lambda x, _: x[rows]), state[slots]
         kept = None if states is None else states[rows]
         o = inputs.v.new_zeros(inputs.output_shape)
         o[rows] = _within(picked, own, kept)
@@ -33,11 +31,6 @@ def recurrent_step(step: Step) -> Tensor:
         if states is not None and kept is not None:
             states[rows] = kept
         return o
-
-
-def rows_of(inputs: Inputs, rows: Tensor) -> Inputs:
-    picked: list[Any] = [x[rows] if isinstance(x, Tensor) else x for x in inputs]
-    return Inputs(*picked)
 
 
 def _within(inputs: Inputs, state: Tensor, states: Tensor | None) -> Tensor:

@@ -1,0 +1,79 @@
+"""What every function on a pool of states checks: the pool, its slots, and where things go."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.checks import check_dense, readable, shape
+
+
+def check_pool(
+    pool: Tensor, axes: str, size: Sequence[int], dtypes: Iterable[torch.dtype], x: Tensor
+) -> None:
+    """Slots of so many numbers each, where x lies."""
+    check_dense("state", pool, f" {axes}")
+    if pool.ndim != len(size) + 1 or list(pool.shape[1:]) != list(size):
+        raise ValueError(f"state must be {axes} = [*, {str(list(size))[1:]}, got {shape(pool)}")
+    if pool.dtype not in dtypes or pool.device != x.device:
+        raise ValueError(
+            f"state must be {' or '.join(map(str, dtypes))} on {x.device}, got {pool.dtype} on "
+            f"{pool.device}"
+        )
+
+
+def check_indices(
+    name: str, indices: Tensor, axes: str, rows: int, pool: Tensor, null_index: int,
+    *, below: bool = True, written: bool = True,
+) -> None:  # fmt: skip
+    """Slots for each of so many rows; values are read only where that costs no waiting.
+
+    Null is the index null_index or, with `below`, whatever is not above it.
+    """
+    check_dense(name, indices, f" {axes}")
+    if indices.dtype not in (torch.int32, torch.int64) or indices.device != pool.device:
+        raise ValueError(
+            f"{name} must be an int32 or int64 tensor on {pool.device}, got {indices.dtype} on "
+            f"{indices.device}"
+        )
+    if not 1 <= indices.ndim <= axes.count("[") or len(indices) != rows:
+        raise ValueError(f"{name} must be {axes} with {axes[1]} = {rows}, got {shape(indices)}")
+    if not readable(indices):
+        return
+    # A wrong one would change another's state.
+    given = indices.flatten().tolist()
+    slots = [x for x in given if (x > null_index if below else x != null_index)]
+    for slot in slots:
+        if not 0 <= slot < len(pool):
+            raise ValueError(
+                f"{name} must lie in [0, {len(pool)}) or be null_index={null_index}, got {slot}"
+            )
+    if written and len(set(slots)) < len(slots):
+        raise ValueError(f"{name} must name no slot twice, got {indices.tolist()}")
+
+
+def check_slots(reads: Tensor, writes: Tensor, rows: int, pool: Tensor, null_index: int) -> None:
+    """The slot that each of so many rows starts from, and the one where it ends."""
+    check_indices("state_indices", reads, "[N]", rows, pool, null_index, written=reads is writes)
+    check_indices("write_indices", writes, "[N]", rows, pool, null_index)
+
+
+def check_room(name: str, room: Tensor | None, axes: str, size: Sequence[int], x: Tensor) -> None:
+    """Where something goes that is like x but for its size."""
+    if room is None:
+        return
+    check_dense(name, room, " or None")
+    if list(room.shape) != list(size):
+        raise ValueError(f"{name} must be {axes} = {list(size)}, got {shape(room)}")
+    if room.dtype != x.dtype or room.device != x.device or not room.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous, {x.dtype} and on {x.device}, got {room.dtype} on "
+            f"{room.device}"
+        )
+
+
+def offsets_of(cu_seqlens: Tensor | None, x: Tensor) -> Tensor:
+    """Offsets [N + 1] of the rows of x [B, T, ...], as if they lay end to end."""
+    if cu_seqlens is not None:
+        return cu_seqlens.to(x.device)
+    return torch.arange(x.shape[0] + 1, device=x.device) * x.shape[1]
