@@ -6,7 +6,7 @@ import torch
 from deltarule import pack
 from deltarule.ops.delta_rule import implementations
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
-from deltarule.ops.dispatch import Implementation, always
+from deltarule.ops.dispatch import always
 from oracle import NAMES, Case
 
 interpreted = pytest.mark.skipif(
@@ -17,8 +17,8 @@ interpreted = pytest.mark.skipif(
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operators take tensors of the CPU for Triton's kernels."""
-    runs = Implementation(always, implementations.run_triton)
-    monkeypatch.setitem(implementations.IMPLEMENTATIONS, "triton", runs)
+    table = implementations.IMPLEMENTATIONS
+    monkeypatch.setitem(table, "triton", table["triton"]._replace(why_not=always))
 
 
 def inputs_of(case: Case, device: str = "cpu", *, state: bool = True) -> Inputs:

@@ -22,12 +22,12 @@ from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.adjoined import adjoin_projections
 from deltarule.ops import dispatch, fused_kernels
 from deltarule.ops.delta_rule.gluon import gradient_stage
-from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, run_triton
+from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import channel_stages, passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton.plan import Call, Plan
-from deltarule.ops.dispatch import Implementation, always, forget_calls, recordings
+from deltarule.ops.dispatch import always, forget_calls, recordings
 from deltarule.ops.fused import gates, gates_triton, norms_triton, short_conv_triton, swiglu_triton
 from deltarule.ops.fused.norms import GatedNorm, ResidualNorm
 from deltarule.ops.fused.short_conv import ShortConv, ShortConvs
@@ -249,7 +249,8 @@ def test_split_sequences_are_replayed_too(runs, monkeypatch) -> None:
 @pytest.fixture
 def trains(monkeypatch):
     """Calls of the operator take the kernels."""
-    monkeypatch.setitem(IMPLEMENTATIONS, "triton", Implementation(always, run_triton))
+    runs = IMPLEMENTATIONS["triton"]._replace(why_not=always)
+    monkeypatch.setitem(IMPLEMENTATIONS, "triton", runs)
 
 
 @pytest.mark.usefixtures("trains")

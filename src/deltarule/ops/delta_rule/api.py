@@ -84,17 +84,12 @@ def delta_rule(
     right); Gated DeltaNet, arXiv 2412.06464, eq. 10; DeltaProduct, arXiv 2502.10297 (later steps
     multiply on the right).
     """
-    if context is not None or return_transition:
-        given = {
-            "q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "n_steps": n_steps,
-            "scale": scale, "normalize_qk": normalize_qk, "initial_state": initial_state,
-            "cu_seqlens": cu_seqlens, "return_state": return_state, "save_states": save_states,
-            "batch_invariant": batch_invariant, "impl": impl,
-        }  # fmt: skip
-        return beyond(delta_rule, given, context, return_transition)
     tensors = q, k, v, beta, None, None, log_decay, initial_state, cu_seqlens
     options = n_steps, scale, normalize_qk, batch_invariant
-    return recurrence_of(tensors, options, impl, save_states, return_state)
+    given = tensors, options, impl, save_states, return_state
+    if context is not None or return_transition:
+        return beyond(recurrence_of, *given, context, return_transition)
+    return recurrence_of(*given)
 
 
 def recurrence_of(

@@ -81,14 +81,9 @@ def dplr(
                 f"{name} must be a tensor [B, T, HV, K], got None: without a free "
                 "erase, use delta_rule"
             )
-    if context is not None or return_transition:
-        given = {
-            "q": q, "k": k, "v": v, "a": a, "b": b, "log_decay": log_decay, "scale": scale,
-            "initial_state": initial_state, "cu_seqlens": cu_seqlens,
-            "return_state": return_state, "save_states": save_states,
-            "batch_invariant": batch_invariant, "impl": impl,
-        }  # fmt: skip
-        return beyond(dplr, given, context, return_transition)
     tensors = q, k, v, None, a, b, log_decay, initial_state, cu_seqlens
     options = 1, scale, False, batch_invariant
-    return recurrence_of(tensors, options, impl, save_states, return_state)
+    given = tensors, options, impl, save_states, return_state
+    if context is not None or return_transition:
+        return beyond(recurrence_of, *given, context, return_transition)
+    return recurrence_of(*given)

@@ -113,11 +113,6 @@ def runs(backend: str, saves: bool = True) -> Callable[[Request], RecurrentOutpu
     return run
 
 
-# Chunks, with a backward of their own: in Triton; the forward as one warp-specialised kernel, after
-# which the backward in Triton finds nothing saved; and in PyTorch, on any device.
-run_triton, run_gluon, run_torch = runs("triton"), runs("gluon", saves=False), runs("torch")
-
-
 def run_reference(call: Request) -> RecurrentOutput:
     """The definition, one token at a time, differentiable to any order."""
     q, k, v, beta, a, b, *_ = call.inputs
@@ -130,10 +125,10 @@ def run_reference(call: Request) -> RecurrentOutput:
         return definition.delta_rule(q, k, v, beta=beta, **given)
 
 
-# In the order in which impl="auto" prefers them.
+# In the order in which impl="auto" prefers them. Of the one kernel in Gluon nothing is saved.
 IMPLEMENTATIONS: Table[Request, RecurrentOutput] = {
-    "triton": Implementation(why_not=why_not_triton, run=run_triton),
-    "gluon": Implementation(why_not=why_not_gluon, run=run_gluon),
-    "torch": Implementation(why_not=always, run=run_torch),
+    "triton": Implementation(why_not=why_not_triton, run=runs("triton")),
+    "gluon": Implementation(why_not=why_not_gluon, run=runs("gluon", saves=False)),
+    "torch": Implementation(why_not=always, run=runs("torch")),
     "reference": Implementation(why_not=always, run=run_reference),
 }

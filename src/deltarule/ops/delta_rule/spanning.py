@@ -18,17 +18,19 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.ops.context import Context, check_context
 from deltarule.ops.context.exchange import Halves, in_two, meet, meet_back
-from deltarule.ops.context.linear import Operator, with_transition
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Request, backend_of
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.dispatch import choose, without_autocast
 from deltarule.ops.operators import differentiated
-from deltarule.shapes import RecurrentOutput
+from deltarule.shapes import RecurrentOutput, TransitionOutput
 
+# A recurrence of arguments that are not checked yet; final states included.
+Run = Callable[[Inputs], RecurrentOutput]
 # A function of the tokens here: U and M of their last sequences.
 Ends = Callable[[], tuple[Tensor, Tensor]]
 
@@ -163,43 +165,94 @@ class _Finish(torch.autograd.Function):
 
 
 def beyond(
-    operator: Operator, given: dict[str, Any], context: Context | None, return_transition: bool
-) -> RecurrentOutput:
-    """Run `delta_rule` or `dplr` with a context, or with its transition returned: not with both.
+    recurrence: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], impl: str, save: bool,
+    return_state: bool, context: Context | None, return_transition: bool,
+) -> RecurrentOutput:  # fmt: skip
+    """A recurrence with a context, or with its transition returned: not with both.
 
-    `given` has all arguments. With a context they are those of the tokens here, after those of the
-    processes before this one, and the initial state is that of sequences that begin here; the
-    state returned is that after the last token here of each sequence.
+    With a context its tokens come after those of the processes before this one, and the initial
+    state is that of sequences that begin here; the state returned is that after the last token
+    here of each sequence.
     """
+
+    def run(given: Inputs) -> RecurrentOutput:
+        output: RecurrentOutput = recurrence(given[:9], given[9:], impl, save, True)
+        return output
+
+    given = Inputs(*tensors, *options)
     if context is None:
-        return with_transition(operator, given)
+        o, final, transition = with_transition(run, given)
+        return TransitionOutput(o, final if return_state else None, transition)
     if return_transition:
         raise ValueError(
             "return_transition must be False with a context, got True: call the operator on the "
             "tokens here without the context for what they multiply a state by"
         )
-    check_context(context, given["q"].shape[1], "q", given.get("cu_seqlens"))
-    given = given | {"cu_seqlens": context.cu_seqlens(given["q"].device)}
-    named = {name: given[name] for name in Inputs._fields if name in given}
-    inputs = check_arguments(Inputs(**named), given["scale"])
-    implementation = choose(IMPLEMENTATIONS, Request(inputs), given["impl"], inputs.q.device)
+    check_context(context, given.q.shape[1], "q", given.cu_seqlens)
+    given = given._replace(cu_seqlens=context.cu_seqlens(given.q.device))
+    inputs = check_arguments(given, given.scale)
+    implementation = choose(IMPLEMENTATIONS, Request(inputs), impl, inputs.q.device)
     kernels = implementation in (IMPLEMENTATIONS["triton"], IMPLEMENTATIONS["gluon"])
     passes = passes_of("triton" if kernels else "torch", inputs.q.shape[3] > WIDEST)
     rows = len(inputs.q)
 
     def ends() -> tuple[Tensor, Tensor]:
-        left = with_transition(operator, given | {"return_state": True})
-        assert left.final_state is not None
-        m = left.transition[-rows:]
-        return left.final_state[-rows:], m.unsqueeze(-2) if inputs.erase == "none" else m
+        _, end, m = with_transition(run, given)
+        return end[-rows:], m[-rows:].unsqueeze(-2) if inputs.erase == "none" else m[-rows:]
 
-    save = given["save_states"] and differentiated(inputs[:8])
     join = Join(context, inputs.erase == "none", rows, passes)
+    save = save and differentiated(inputs[:8])
     link = _Begin.apply(join, ends, save, *inputs)  # type: ignore[no-untyped-call]
     if context.meanwhile is not None:
         context.meanwhile()
     o, final = _Finish.apply(join, inputs, link)  # type: ignore[no-untyped-call]
-    return RecurrentOutput(o, final if given["return_state"] else None)
+    return RecurrentOutput(o, final if return_state else None)
+
+
+# `delta_rule` and `dplr` with the transition of all their tokens: S before becomes S M + U.
+#
+# Rows of a state do not see each other. So K more value channels, which write zeros, and whose rows
+# of the state start as I, take M through the same pass:
+#
+#     rows of v        o_t with nothing before      U, the state after the last token
+#     rows of I                                     M = A_1 .. A_T
+#
+# Without an erase M is diagonal, and the exponential of summed decays: no more channels.
+
+
+def with_transition(run: Run, given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, U and M."""
+    if given.erase == "none":
+        o, final = run(given)
+        assert final is not None
+        return o, final, total_decay(given).exp()
+    key_size, value_size, heads = given.q.shape[-1], given.v.shape[-1], given.v.shape[2]
+    dtype, device = torch.promote_types(given.q.dtype, torch.float32), given.v.device
+    rows = torch.eye(key_size, dtype=dtype, device=device).expand(given.sequences, heads, -1, -1)
+    start = given.initial_state
+    if start is None:
+        start = rows.new_zeros(given.sequences, heads, value_size, key_size)
+    wide = F.pad(given.v, (0, key_size)), torch.cat([start, rows], -2)
+    output = run(given._replace(v=wide[0], initial_state=wide[1]))
+    assert output.final_state is not None
+    return output.o[..., :value_size], *output.final_state.split((value_size, key_size), -2)
+
+
+def total_decay(given: Inputs) -> Tensor:
+    """The sum of the log decays of each sequence, [N, HV, K]; zeros where there is none."""
+    q, decay, offsets = given.q, given.log_decay, given.cu_seqlens
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    decay = q.new_zeros((), dtype=dtype) if decay is None else decay.to(dtype)
+    if 0 < decay.ndim < 4:
+        decay = decay.unsqueeze(-1)
+    decay = decay.expand(*q.shape[:2], given.v.shape[2], q.shape[3])
+    if offsets is None:
+        return decay.sum(1)
+    # Not by differences of running sums: a reset is -inf.
+    sums = decay.new_zeros(given.sequences, *decay.shape[2:])
+    place = torch.arange(q.shape[1], device=q.device)
+    sequence = torch.searchsorted(offsets[1:].to(q.device, torch.int64), place, right=True)
+    return sums.index_add(0, sequence, decay[0])
 
 
 # Key channels up to which the kernels have the transitions of two segments beside each other.
