@@ -55,20 +55,18 @@ def tokens_in_chunk(inputs: ScanInputs) -> int:
 
 
 def cut_inputs(inputs: ScanInputs, window: Window, size: int) -> Chunks:
-    heads = inputs.v.shape[2]
-
-    def chunked(x: Tensor) -> Tensor:
-        if x.ndim == 3:
-            return x.to(inputs.dtype)
-        return cut(x, window, size, 1, inputs.dtype).repeat_interleave(heads // x.shape[2], dim=1)
-
-    chunks = with_each(inputs, chunked)
-    return chunks._replace(q=chunks.q * inputs.scale)
+    return for_heads(inputs, lambda x: cut(x, window, size, 1, inputs.dtype))
 
 
-def with_each(inputs: ScanInputs, f: Callable[[Tensor], Tensor]) -> ScanInputs:
-    given = zip(inputs._fields[:8], inputs[:8], strict=True)
-    found: dict[str, Any] = {name: f(x) for name, x in given if x is not None}
+def for_heads(inputs: ScanInputs, rows: Callable[[Tensor], Tensor]) -> Chunks:
+    """The arguments as rows [M, heads, C, channels] of every value head."""
+    heads, found = inputs.v.shape[2], dict[str, Any]()
+    for name, x in zip(inputs._fields[:8], inputs[:8], strict=True):
+        if x is not None:
+            wide = x.to(inputs.dtype) if x.ndim == 3 else rows(x)
+            sharing = 1 if x.ndim == 3 else heads // x.shape[2]
+            found[name] = wide if sharing == 1 else wide.repeat_interleave(sharing, dim=1)
+    found["q"] = found["q"] * inputs.scale
     return inputs._replace(**found)
 
 
@@ -118,14 +116,14 @@ def decay(chunks: Chunks, t: int, with_erase: bool = True) -> Tensor:
     e = exp(delta A + value_log_decay 1^T + 1 log_decay^T) or, signed, 2 e - 1; and if
     `with_erase` times (1 - beta k^2^T)
     """
-    exponent = chunks.v.new_zeros(1, 1, 1, 1)
+    logs = []
     if chunks.delta is not None and chunks.A is not None:
-        exponent = chunks.delta[:, :, t, :, None] * chunks.A
+        logs.append(chunks.delta[:, :, t, :, None] * chunks.A)
     if chunks.value_log_decay is not None:
-        exponent = exponent + chunks.value_log_decay[:, :, t, :, None]
+        logs.append(chunks.value_log_decay[:, :, t, :, None])
     if chunks.log_decay is not None:
-        exponent = exponent + chunks.log_decay[:, :, t, None]
-    factor = exponent.exp()
+        logs.append(chunks.log_decay[:, :, t, None])
+    factor = sum(logs[1:], logs[0]).exp() if logs else chunks.v.new_ones(1, 1, 1, 1)
     if chunks.signed:
         factor = 2 * factor - 1
     return factor * erase(chunks, t) if with_erase and chunks.beta is not None else factor
@@ -172,10 +170,16 @@ def read(chunks: Chunks, starts: Tensor) -> tuple[Tensor, Tensor]:
     """o [M, HV, C, V], and the state at the end of every chunk."""
     if (given := factors(chunks)) is not None:
         return products.read(*given, starts)
-    write, state = written(chunks), starts.clone()
+    return read_by_token(chunks, starts)
+
+
+def read_by_token(chunks: Chunks, starts: Tensor) -> tuple[Tensor, Tensor]:
+    write, state = written(chunks), starts
     o = torch.empty_like(write)
     for t in range(write.shape[2]):
-        state.mul_(decay(chunks, t)).addcmul_(write[:, :, t, :, None], at(chunks.k, t))
+        # What is given stays as it was.
+        kept = state.mul_(decay(chunks, t)) if t else state * decay(chunks, t)
+        state = kept.addcmul_(write[:, :, t, :, None], at(chunks.k, t))
         torch.sum(state * at(chunks.q, t), dim=-1, out=o[:, :, t])
     return o, state
 
@@ -207,7 +211,8 @@ def read_backward(
     for t in range(write.shape[2]):
         state = states[-1] * decay(chunks, t)
         states.append(state.addcmul_(write[:, :, t, :, None], at(chunks.k, t)))
-    d = with_each(chunks, torch.zeros_like)
+    zeros: Any = [None if x is None else torch.zeros_like(x) for x in chunks[:8]]
+    d = ScanInputs._make((*zeros, *chunks[8:]))
     d_write, d_state = torch.zeros_like(write), d_ends.clone()
     state = states.pop()
     for t in reversed(range(write.shape[2])):
@@ -259,43 +264,10 @@ def add_at(d: Tensor, t: int, dx: Tensor) -> None:
 
 def step(inputs: ScanInputs) -> RecurrentOutput:
     """A few tokens, one after another, for a state without a gradient: o, and a new state."""
-    v, beta, dtype, outputs = inputs.v, inputs.beta, inputs.dtype, []
-    with without_autocast(v.device):
-        queries, keys = (of_tokens(x, v, dtype) for x in (inputs.q, inputs.k))
+    with without_autocast(inputs.v.device):
+        chunks = for_heads(inputs, lambda x: x.to(inputs.dtype).transpose(1, 2))
         state = inputs.initial_state
         if state is None:
-            state = v.new_zeros(inputs.state_shape, dtype=dtype)
-        for t in range(v.shape[1]):
-            key, write = keys[t], v[:, t].to(dtype).unsqueeze(-1)
-            decay = decay_of(inputs, t)
-            if beta is not None:
-                strength = beta[:, t].to(dtype).unsqueeze(-1)
-                kept = 1 - strength * key.square()
-                decay, write = kept if decay is None else decay * kept, strength * write
-            state = torch.addcmul(state if decay is None else state * decay, write, key)
-            outputs.append((state * queries[t]).sum(-1))
-        o = torch.stack(outputs, dim=1) * inputs.scale
-        return RecurrentOutput(o.to(v.dtype), state)
-
-
-def decay_of(inputs: ScanInputs, t: int) -> Tensor | None:
-    """What token t leaves of each entry, [B, HV, V or 1, K or 1]; None where it leaves all."""
-    logs = []
-    if inputs.delta is not None and inputs.A is not None:
-        logs.append(inputs.delta[:, t].to(inputs.dtype).unsqueeze(-1) * inputs.A.to(inputs.dtype))
-    if inputs.value_log_decay is not None:
-        logs.append(inputs.value_log_decay[:, t].to(inputs.dtype).unsqueeze(-1))
-    if inputs.log_decay is not None:
-        logs.append(inputs.log_decay[:, t].to(inputs.dtype).unsqueeze(-2))
-    if not logs:
-        return None
-    decay = sum(logs[1:], logs[0]).exp()
-    return 2 * decay - 1 if inputs.signed else decay
-
-
-def of_tokens(x: Tensor, v: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Queries or keys of each token, [B or 1, HV, 1, K], or [1, HV, V, K] where constant."""
-    x = x.to(dtype)
-    if x.ndim == 3:
-        return [x.unsqueeze(0)] * v.shape[1]
-    return list(x.repeat_interleave(v.shape[2] // x.shape[2], dim=2).unsqueeze(-2).unbind(1))
+            state = inputs.v.new_zeros(inputs.state_shape, dtype=inputs.dtype)
+        o, state = read_by_token(chunks, state)
+        return RecurrentOutput(o.transpose(1, 2).to(inputs.v.dtype).contiguous(), state)
