@@ -95,6 +95,11 @@ def test_chunks_are_counted_anew_where_offsets_change_in_place() -> None:
     assert sglang.chunk_starts(offsets) is starts
     offsets[1] = 64
     assert sglang.chunk_starts(offsets).tolist() == [0, 64]
+    with torch.inference_mode():
+        offsets = torch.tensor([0, 70, 71])
+        assert sglang.chunk_starts(offsets).tolist() == [0, 64, 70]
+        offsets[1] = 64
+        assert sglang.chunk_starts(offsets).tolist() == [0, 64]
 
 
 def check_decoded(given, o, pool, before, slots, null: int) -> None:

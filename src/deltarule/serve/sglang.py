@@ -42,12 +42,15 @@ _known: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
 
 def chunk_starts(offsets: Tensor) -> Tensor:
     """The first token of every 64 of every sequence: read once for all layers of a pass."""
-    version, borders = _known.get(offsets, (None, offsets))
-    if version != offsets._version:
+    # A tensor of inference mode does not count how often it was written: it is read every time.
+    version = None if offsets.is_inference() else offsets._version
+    known, borders = _known.get(offsets, (None, offsets))
+    if version is None or version != known:
         ends = pairwise(offsets.tolist())
         starts = [x for first, end in ends for x in range(first, end, CHUNK_ROWS)]
         borders = torch.tensor(starts, dtype=torch.int64).to(offsets.device)
-        _known[offsets] = offsets._version, borders
+        if version is not None:
+            _known[offsets] = version, borders
     return borders
 
 
