@@ -22,10 +22,6 @@ from deltarule.processes import each_apart
 Row = dict[str, Any]
 Measure = Literal["time", "error", "overhead", "cold"]
 
-ASK_FOR_CPU = (
-    "bench times GPU kernels, and PyTorch sees no CUDA device here; "
-    "deltarule bench --cpu compares with transformers on this machine's CPU"
-)
 # Passes of next to nothing: what is left is Python and launches.
 HOST_BOUND = ("delta", "gdn", "kda", "simple_gla")
 GPU_REPEATS, CPU_REPEATS = 20, 5
@@ -56,7 +52,7 @@ class BenchRun:
     output: Path = Path("bench.json")
     """Raw figures; the picture goes beside them, as .png."""
     cpu: bool = False
-    """Compare with transformers' PyTorch fallbacks on the CPU instead."""
+    """Compare with transformers' PyTorch on the CPU; takes --impl, --repeats and --output alone."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,9 @@ class ModelBenchRun:
 
 def bench(run: BenchRun) -> None:
     if run.cpu:
-        cpu.main(run.output, run.repeats or CPU_REPEATS)
+        if run != BenchRun(cpu=True, impl=run.impl, repeats=run.repeats, output=run.output):
+            raise ValueError("--cpu has cases of its own: it takes --impl, --repeats, --output")
+        cpu.main(run.output, CPU_REPEATS if run.repeats is None else run.repeats, impl=run.impl)
         return
     plan = {peer: cases_of(run, peer) for peer in chosen_peers(run.peer, adapters.COMPARED)}
     need_gpu()
@@ -101,7 +99,10 @@ def bench_model(run: ModelBenchRun) -> None:
 
 def need_gpu() -> None:
     if not torch.cuda.is_available():
-        raise ValueError(ASK_FOR_CPU)
+        raise ValueError(
+            "bench times GPU kernels, and PyTorch sees no CUDA device here; "
+            "deltarule bench --cpu compares with transformers on this machine's CPU"
+        )
 
 
 def chosen_peers(given: tuple[str, ...], compared: tuple[str, ...]) -> list[str]:

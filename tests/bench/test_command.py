@@ -37,9 +37,24 @@ def test_an_unknown_name_is_answered_with_those_that_exist(words, named, capsys)
 
 def test_the_cpu_flag_runs_the_comparison_with_transformers(monkeypatch, tmp_path):
     called = []
-    monkeypatch.setattr(cpu, "main", lambda *given: called.append(given))
-    assert main(["bench", "--cpu", "--output", str(tmp_path / "x.json")]) == 0
-    assert called == [(tmp_path / "x.json", 5)]
+    monkeypatch.setattr(cpu, "main", lambda *given, impl: called.append((*given, impl)))
+    words = ["bench", "--cpu", "--output", str(tmp_path / "x.json")]
+    assert main(words) == 0
+    assert main([*words, "--impl", "reference", "--repeats", "2"]) == 0
+    assert called == [(tmp_path / "x.json", 5, "auto"), (tmp_path / "x.json", 2, "reference")]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--op", "kda"], "--cpu has cases of its own"),
+        (["--forward-only"], "--cpu has cases of its own"),
+        (["--repeats", "0"], "repeats must be 1 or more, got 0"),
+    ],
+)
+def test_the_cpu_flag_leaves_no_other_flag_unread(words, said, capsys):
+    assert main(["bench", "--cpu", *words]) == FAILED
+    assert said in capsys.readouterr().err
 
 
 def timed(run, peer="deltarule"):
