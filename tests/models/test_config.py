@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 import json
 import re
 from pathlib import Path
@@ -31,10 +32,14 @@ def test_one_name_or_a_pattern_stands_for_every_layer(given, expanded):
     assert ModelConfig(**FIELDS | {"layer_types": given}).layer_types == expanded
 
 
-def test_the_page_has_every_field_in_its_table():
+def test_the_page_has_every_field_and_every_argument_of_generate_in_its_tables():
     page = (Path(__file__).parents[2] / "docs" / "model.md").read_text()
     names = {name for row in re.findall(r"^\|([^|]+)\|", page, re.M) for name in row.split("`")}
-    assert {field.name for field in dataclasses.fields(ModelConfig)} - names == set()
+    arguments = inspect.signature(CausalLM.generate).parameters
+    wanted = {name for name, one in arguments.items() if one.kind is one.KEYWORD_ONLY}
+    wanted |= {field.name for field in dataclasses.fields(ModelConfig)}
+    assert "draft" in wanted
+    assert wanted - names == set()
 
 
 @pytest.mark.parametrize(

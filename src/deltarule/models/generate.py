@@ -76,7 +76,7 @@ def generate(
         draft: Tokens, up to 15, that are guessed for each row: those that followed where its last
             tokens stood before. The model reads them in one step with the token that they follow,
             and those that it would not have drawn are taken back: text that repeats itself, or its
-            prompt, comes in fewer steps. 0 guesses none.
+            prompt, comes in fewer steps. 0 guesses none, and a repetition_penalty asks for 0.
 
     Returns:
         The added tokens of each prompt, without the prompt.
