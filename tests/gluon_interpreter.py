@@ -519,12 +519,21 @@ class Machine:
 class Barriers(list[Barrier]):
     """An array of them, which count nothing until `init` says how much."""
 
+    @property
+    def shape(self) -> tuple[int]:
+        return (len(self),)
+
     def index(self, i: Any) -> Barrier:
         return self[int(i)]
 
 
 def init(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.arrivals = int(count)
+
+
+def invalidate(barrier: Barrier) -> None:
+    assert barrier.count, "ended twice, or before it is made"
+    barrier.count = 0
 
 
 def elementwise(function: Callable[..., Tensor]) -> Callable[..., Value]:
@@ -606,7 +615,7 @@ def replaced(machine: Machine) -> dict[str, Any]:
         "mma_v2": lambda a, b, total: Value(total.data + a.data.float() @ b.data.float()),
         "mbarrier": SimpleNamespace(
             init=init, wait=machine.wait, arrive=machine.arrive, expect=machine.expect,
-            MBarrierLayout=lambda: None,
+            invalidate=invalidate, MBarrierLayout=lambda: None,
         ),
         "tma": SimpleNamespace(
             async_copy_global_to_shared=machine.copy_in,

@@ -55,6 +55,7 @@ Calls = Callable[[int], Iterable[tuple[object, Callable[[], Iterable[Launch]]]]]
 class Report(NamedTuple):
     """What came out: registers of a thread, bytes, warnings of wgmma put in series, hazards.
 
+    `barriers` are those that are never invalidated, for whose memory the compiler has other uses.
     A kernel for which tensor memory is too small, in columns, is nothing but a trap.
     """
 
@@ -64,6 +65,7 @@ class Report(NamedTuple):
     tensor_memory: int
     serialised: int
     overwritten: list[str]
+    barriers: int
     seconds: float
 
 
@@ -141,10 +143,11 @@ def compiled(launch: Launch, capability: int) -> Report:
         # A Gluon kernel says itself how many tiles there are, and its barriers who waits.
         if not launch.kernel.is_gluon():
             overwritten += single_buffers(binary.asm["ttgir"])
+    made, ended = (binary.asm["ptx"].count(f"mbarrier.{x}.shared") for x in ("init", "inval"))
     return Report(
         used["REG"], max(used["STACK"], used["LOCAL"]), binary.metadata.shared,
         binary.metadata.tmem_size,
-        len(SERIALISED.findall(log.getvalue())), overwritten, seconds,
+        len(SERIALISED.findall(log.getvalue())), overwritten, made - ended, seconds,
     )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ def check(report: dict, spills: int, shared: int | None = None) -> None:
     assert report["tensor_memory"] <= TENSOR_MEMORY, report
     assert report["serialised"] == 0, report
     assert report["overwritten"] == [], report
+    assert report["target"] != 90 or report["barriers"] == 0, report
 
 
 def test_a_few_calls_for_every_gpu() -> None:

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltarule.ops.fused.convolution_step_triton import convolve_within, seen_before
 from deltarule.ops.runtime.chained import let_next_start, wait_for_last
-from deltarule.ops.runtime.gluon_tiles import barrier, new_barrier, square
+from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
 
 
 @gluon.jit
@@ -88,7 +88,8 @@ def few_rows_kernel(
             at = [0, (first + later) * BI]
             tma.async_copy_global_to_shared(x, at, full.index(slot), x_tiles.index(slot))
     b_y = warpgroup_mma_wait(0, deps=(b_y,))
-    # What follows takes the memory of tiles that another warp may still multiply.
+    # What follows takes the memory of barriers, and of tiles that another warp may still multiply.
+    end_barriers((full,))
     barrier()
     if SPLIT > 1:
         PARTS: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, gl.num_warps()], [0, 1])

@@ -29,6 +29,24 @@ def new_barrier(number: gl.constexpr, count: gl.constexpr):
     return barriers
 
 
+@gluon.jit
+def end_barriers(barriers):
+    """Invalidate a kernel's barriers, once all its roles are done.
+
+    Without this the compiler puts other numbers where a barrier lies that a form has no use for,
+    and a GPU writes its barriers anew when it changes between processes.
+    """
+    for i in gl.static_range(len(barriers)):
+        end_barrier(barriers[i])
+
+
+@gluon.jit
+def end_barrier(barriers):
+    NUMBER: gl.constexpr = barriers.shape[0]
+    for i in gl.static_range(NUMBER):
+        mbarrier.invalidate(barriers.index(i))
+
+
 class FusedLaunch(Launch):
     """A launch whose tiles have layouts, as Gluon wants it said."""
 

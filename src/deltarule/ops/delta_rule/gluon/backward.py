@@ -64,7 +64,7 @@ from deltarule.ops.delta_rule.gluon.which import (
     READS,
     WRITES,
 )
-from deltarule.ops.runtime.gluon_tiles import barrier, new_barrier, square
+from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
 
 # What is there, and what may be overwritten.
 Barriers = namedtuple(
@@ -486,3 +486,4 @@ def fused_backward_kernel(
         [1, 1, 1, 1],
         [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
     )
+    end_barriers(barriers)

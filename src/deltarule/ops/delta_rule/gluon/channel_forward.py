@@ -30,7 +30,7 @@ from deltarule.ops.delta_rule.gluon.channel_state import channel_state_role
 from deltarule.ops.delta_rule.gluon.forward import place_of
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, Form
 from deltarule.ops.delta_rule.gluon.movers import store_role
-from deltarule.ops.runtime.gluon_tiles import barrier
+from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers
 
 GENERAL = ["T", "s_beta_b", "s_beta_t", "s_beta_h"]
 
@@ -106,3 +106,4 @@ def channel_forward_kernel(
         [4, 4, 1, 1, 1, 1],
         [STATE_REGISTERS, SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS, REGISTERS],
     )
+    end_barriers(barriers)

@@ -58,7 +58,7 @@ from deltarule.ops.delta_rule.gluon.gradients import (
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, four, joined
 from deltarule.ops.delta_rule.gluon.memory import CHUNK
 from deltarule.ops.delta_rule.gluon.which import ERASES, FACTORS, READS, WRITES
-from deltarule.ops.runtime.gluon_tiles import barrier, new_barrier, square
+from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
 
 # Rows and channels that a lane adds up together: the rows of a tile are swizzled by eights.
 EIGHT, CHANNELS = gl.constexpr(8), gl.constexpr(64)
@@ -431,3 +431,4 @@ def channel_gradients_kernel(
         [1, 1, 1, 1],
         [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
     )
+    end_barriers(barriers)

@@ -35,7 +35,7 @@ from deltarule.ops.delta_rule.gluon.movers import load_role, store_role
 from deltarule.ops.delta_rule.gluon.products import score_places, state_places
 from deltarule.ops.delta_rule.gluon.score import score_role
 from deltarule.ops.delta_rule.gluon.state import state_role
-from deltarule.ops.runtime.gluon_tiles import barrier, new_barrier, square
+from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
 
 
 @gluon.jit
@@ -92,10 +92,10 @@ def new_tiles(
 
 
 @gluon.jit
-def new_barriers(PARTS: gl.constexpr, SLOTS: gl.constexpr, TIED: gl.constexpr):
+def new_barriers(PARTS: gl.constexpr, SLOTS: gl.constexpr):
     full, empty = new_barrier(SLOTS, 2), new_barrier(SLOTS, PARTS)
     scored = new_barrier(SLOTS, 1)
-    paired = new_barrier(PAIR_SLOTS, PARTS) if TIED else scored
+    paired = new_barrier(PAIR_SLOTS, PARTS)
     written, stored = new_barrier(PARTS, 1), new_barrier(PARTS, 1)
     return Barriers(full, empty, scored, paired, written, stored)
 
@@ -126,7 +126,7 @@ def forward_kernel(
     QUERIES: gl.constexpr = CHUNK // STEPS
     place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED, QUERIES)
     tiles = new_tiles(dtype, K, PARTS, SLOTS, QUERIES, TIED, SAVE)
-    barriers = new_barriers(PARTS, SLOTS, TIED)
+    barriers = new_barriers(PARTS, SLOTS)
     places = state_places(dtype, K, QUERIES, QUERIES // PARTS, TIED, TENSOR)
     other = places
     if PARTS == 2:
@@ -202,3 +202,4 @@ def forward_kernel(
             [4, 1, 1, 1],
             [SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS],
         )
+    end_barriers(barriers)

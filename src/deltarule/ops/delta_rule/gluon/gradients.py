@@ -65,7 +65,7 @@ from deltarule.ops.delta_rule.triton.tiles import REST as SCALING_REST
 from deltarule.ops.delta_rule.triton.tiles import SCALINGS
 from deltarule.ops.delta_rule.triton.tiles import WHOLE as SCALING_WHOLE
 from deltarule.ops.delta_rule.triton.tiles import WRITE as SCALING_WRITE
-from deltarule.ops.runtime.gluon_tiles import barrier, new_barrier
+from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier
 
 # A sum of decays after the end of a sequence.
 LONG_AFTER = gl.constexpr(-1e30)
@@ -472,3 +472,4 @@ def fused_gradients_kernel(
         [1, 1, 1, 1],
         [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
     )
+    end_barriers(barriers)
