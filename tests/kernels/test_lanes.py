@@ -21,18 +21,3 @@ def test_every_sequence_has_its_own_place(lengths, size):
         assert mine[first : first + needed, plan.lane[n]].all()
     longest = max(-(-length // size) for length in lengths)
     assert plan.owner.shape[0] <= 2 * longest
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), min_size=1, max_size=12).filter(
-        lambda pairs: any(length for length, _ in pairs)
-    )
-)
-def test_one_lane_has_room_for_all(pairs):
-    lengths, begun = ([pair[i] for pair in pairs] for i in (0, 1))
-    plan = mini_batches._one_lane(torch.tensor(lengths), torch.tensor(begun), sum(lengths), 8)
-    for n, (length, position) in enumerate(pairs):
-        needed = -(-(length + position) // 8) if length else 0
-        first = int(plan.start[n])
-        assert (plan.owner[first : first + needed, 0] == n).sum() == needed
-        assert (plan.owner == n).sum() == needed

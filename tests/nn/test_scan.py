@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import deltarule
-from deltarule import selective_scan
-from deltarule.nn import longhorn, s4d
+from deltarule.nn import s4d
 from deltarule.nn.layout import make_layout
 from deltarule.nn.rotation import turned
 from deltarule.nn.s4d import filtered
@@ -30,29 +29,6 @@ def test_the_bias_of_the_convolution_comes_before_its_activation(name):
     assert layer.v_conv.bias.abs().max() > 0
     assert relative_rms(seen[0], F.silu(expected).mT) <= 1e-12
     assert make(name).v_conv.bias is None
-
-
-def test_longhorn_released_keeps_the_diagonal_of_the_closed_form_minimiser():
-    """argmin |S - S'|^2 + sum_v b_v (S_v k - v_v)^2 = S' - e (S' k - v) k^T, with all of k k^T."""
-    torch.manual_seed(0)
-    k, q = torch.randn(2, 1, 1, 1, 4, dtype=DOUBLE).unbind()
-    v, logits = torch.randn(2, 1, 1, 1, 3, dtype=DOUBLE).unbind()
-    given = longhorn.released_arguments(
-        q, k, v, beta_logits=logits, dt_bias=torch.zeros(1, 3, dtype=DOUBLE)
-    )
-    before, e, key = torch.randn(3, 4, dtype=DOUBLE), given["beta"][0, 0, 0], k[0, 0, 0]
-    S = before - torch.outer(e * (before @ key - v[0, 0, 0]), key)
-    S.requires_grad_()
-    loss = (S - before).square().sum()
-    loss = loss + (torch.sigmoid(logits[0, 0, 0]) * (S @ key - v[0, 0, 0]).square()).sum()
-    (gradient,) = torch.autograd.grad(loss, S)
-    assert gradient.abs().max() <= 1e-10 * before.abs().max()
-    # The release drops what one key channel erases of another.
-    transition = torch.eye(4, dtype=DOUBLE) - e[:, None, None] * torch.outer(key, key)
-    diagonal = transition.diagonal(dim1=1, dim2=2)
-    found = selective_scan(**given, initial_state=before[None, None]).final_state[0, 0]
-    expected = before * diagonal + torch.outer(e * v[0, 0, 0], key)
-    assert relative_rms(found, expected) <= 1e-12
 
 
 @pytest.mark.parametrize("name", ["mamba1", "signed_mamba1", "s4", "longhorn_released"])
