@@ -54,15 +54,6 @@ def test_equals_its_sum(window, kv_heads, theta):
         assert relative_rms(layer(x)[0], by_hand(layer, x)) <= 1e-12
 
 
-def test_full_attention_keeps_one_row_a_token():
-    layer = Attention(HIDDEN, num_heads=2, num_kv_heads=1)
-    _, state = layer(inputs(2, 7))
-    _, state = layer(inputs(2, 1), state)
-    assert state["keys"].shape == state["values"].shape == (2, 8, 1, 16)
-    assert state["valid"].all()
-    assert state["length"].tolist() == [8, 8]
-
-
 def test_sliding_window_state_is_bounded():
     layer = SlidingWindowAttention(HIDDEN, num_heads=2, window=4)
     _, state = layer(inputs(1, 50))
