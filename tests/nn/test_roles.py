@@ -76,7 +76,12 @@ def emptied(layer):
     return layer.to("meta").to_empty(device="cpu")
 
 
-@pytest.mark.parametrize("change", [copy.deepcopy, emptied])
+def loaded(layer):
+    layer.load_state_dict(layer.state_dict(), assign=True)
+    return layer
+
+
+@pytest.mark.parametrize("change", [copy.deepcopy, emptied, loaded])
 def test_roles_survive_copies_and_wrappers(change):
     layer = change(make("gated_deltanet2"))
     layer.erase_proj = LowRankAdapter(layer.erase_proj)

@@ -1,13 +1,11 @@
 """The schedule, which tensors decay, and the optimizer's state by name."""
 
-import copy
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
-from deltarule.nn import KDA, RWKV7
 from deltarule.train.optimizer import OptimizerOptions, decays, learning_rate, make_optimizer
 from small import small_model
 
@@ -43,25 +41,6 @@ def test_only_plain_matrices_decay():
     for part in ("norm", "embedding", "a_proj", "b_proj", "A_log", "dt_bias", "bias"):
         assert not any(part in name for name in decayed)
     assert any("a_proj" in name for name in table)
-
-
-def loaded(layer):
-    layer.load_state_dict(layer.state_dict(), assign=True)
-    return layer
-
-
-@pytest.mark.parametrize(
-    "change", [copy.deepcopy, loaded, lambda layer: layer.to("meta").to_empty(device="cpu")]
-)
-@pytest.mark.parametrize("layer", [KDA, RWKV7])
-def test_gates_never_decay_whatever_became_of_the_layer(layer, change):
-    options = {"layer_index": 1, "num_layers": 2} if layer is RWKV7 else {}
-    model = nn.Sequential(change(layer(16, num_heads=1, **options)))
-    table = decays(model)
-    gates = [name for name in table if name.removeprefix("0.") in layer.float32_parameters]
-    assert len(gates) == (7 if layer is RWKV7 else 2)
-    assert not any(table[name] for name in gates)
-    assert table["0.q_proj.weight"]
 
 
 def test_a_tied_head_is_respected():
