@@ -142,12 +142,3 @@ def test_states_are_trees_that_do_not_know_the_order_of_their_tensors():
     assert isinstance(total[0], State)
     assert {name: tensor.item() for name, tensor in total[0].items()} == {"a": 0, "b": 2}
     assert total[1] == {}
-
-
-def test_detach_stops_the_gradient():
-    layer, x = make("gated_deltanet"), inputs(1, 4)
-    _, state = layer(x.requires_grad_())
-    layer(inputs(1, 4), ModelState([state]).detach()[0])[0].sum().backward()
-    assert x.grad is None
-    layer(inputs(1, 4), state)[0].sum().backward()
-    assert x.grad.abs().sum() > 0
