@@ -1,12 +1,11 @@
 """The operator for every rule whose state decays entry by entry, or from the left."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from deltarule.ops import checks
-from deltarule.ops.context import Context
+from deltarule.ops.context import Context, check_context
+from deltarule.ops.context.exchange import starting_state
 from deltarule.ops.dispatch import Impl, choose, why_no_triton, without_autocast
 from deltarule.ops.few_tokens import decodes
 from deltarule.ops.folding import MORE_HEADS
@@ -14,7 +13,6 @@ from deltarule.ops.operators import Backend, Recurrence
 from deltarule.ops.plain import count_sequences, forms
 from deltarule.ops.selective_scan import definition as reference
 from deltarule.ops.selective_scan import torch as plain
-from deltarule.ops.selective_scan.context import over_context
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.shapes import Offsets, Outputs, RecurrentOutput, State, Values
 
@@ -137,10 +135,8 @@ def selective_scan(
         raise ValueError(f"v needs at least one head and one channel, got {checks.shape(v)}")
     decays = {"delta": delta, "A": A, "value_log_decay": value_log_decay, "log_decay": log_decay}
     if context is not None:
-        given: dict[str, Any] = {"q": q, "k": k, "v": v, **decays, "beta": beta, "scale": scale}
-        given |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "signed": signed}
-        given |= {"return_state": return_state, "impl": impl}
-        return over_context(selective_scan, context, given)
+        check_context(context, v.shape[1], "v", cu_seqlens)
+        cu_seqlens = context.cu_seqlens(v.device)
     heads, value_size = v.shape[2:]
     for name, x in (("q", q), ("k", k)):
         check_channels(name, x, v, q)
@@ -166,6 +162,8 @@ def selective_scan(
     scale = q.shape[-1] ** -0.5 if scale is None else checks.check_scale(scale)
     gates = delta, A, value_log_decay, log_decay, beta
     inputs = ScanInputs(q, k, v, *gates, initial_state, cu_seqlens, scale, signed)
+    if context is not None:
+        inputs = inputs._replace(initial_state=started(context, inputs, impl))
     return checks.result(dispatch_scan(inputs, impl), return_state)
 
 
@@ -175,6 +173,28 @@ def dispatch_scan(inputs: ScanInputs, impl: str) -> RecurrentOutput:
     if stepwise and decodes(inputs.v, inputs.cu_seqlens, (*inputs[:2], *inputs[3:9])):
         return plain.step(inputs)
     return choose(IMPLEMENTATIONS, inputs, impl, inputs.v.device).run(inputs)
+
+
+def started(context: Context, inputs: ScanInputs, impl: str) -> Tensor:
+    """The state before each sequence here, after the tokens of the processes before this one.
+
+    Each entry of a state is multiplied by a number of its own, so that no read-out of a start can
+    be taken out of the sum: there are three passes. U is the end of one from what is given, M that
+    of one from ones in which nothing is written.
+    """
+    first, start = len(inputs.v), inputs.initial_state
+    if start is None:
+        start = inputs.v.new_zeros(inputs.state_shape, dtype=inputs.dtype)
+    ones = torch.zeros_like(start)
+    # Only what goes on from the process before keeps anything of it.
+    ones[:first] = float(context.goes_on)
+    nothing = torch.zeros_like(inputs.v)
+    end = dispatch_scan(inputs._replace(initial_state=start), impl).final_state
+    kept = dispatch_scan(inputs._replace(v=nothing, initial_state=ones), impl).final_state
+    assert end is not None
+    assert kept is not None
+    before = starting_state(context, end[-first:], kept[-first:])
+    return torch.cat([start[:first] + before, start[first:]])
 
 
 def check_channels(name: str, x: Tensor, v: Tensor, q: Tensor) -> None:
