@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from deltarule.ops.checks import check_axes, check_dense
 from deltarule.ops.context import Context, check_context
 from deltarule.ops.context.rows import rows_before
+from deltarule.ops.history import history_rows, sequence_of, token_rows, with_history
 from deltarule.ops.pack import check_cu_seqlens
 from deltarule.shapes import Hidden, Mask, Offsets
 
@@ -119,42 +120,23 @@ class Layout:
 
         Unpacked: [B, R + T, D]. Packed: [1, T + N R, D], each sequence after its history.
         """
-        history = history.to(x.dtype)
-        if self.cu_seqlens is None:
-            return torch.cat([history, x], dim=1)
-        extended = x.new_zeros(1, x.shape[1] + history.shape[0] * history.shape[1], x.shape[2])
-        before = self._history_rows(history.shape[1], self.cu_seqlens[:-1])
-        # In place and the history first, which is seldom differentiated: x is then copied once.
-        extended.index_copy_(1, before.flatten(), history.flatten(0, 1).unsqueeze(0))
-        return extended.index_copy_(1, self._rows(history.shape[1]), x)
+        return with_history(x, history, self.cu_seqlens, self.sequence)
 
     def without_history(self, y: Tensor, reach: int) -> Tensor:
         """Pick the tokens from what was computed on rows r..r + reach of `with_history`."""
-        if self.cu_seqlens is None:
+        if self.sequence is None:
             return y
-        return y.index_select(1, self._rows(reach) - reach)
+        return y.index_select(1, token_rows(self.sequence, reach) - reach)
 
     def next_history(self, extended: Tensor, reach: int) -> Tensor:
         """[N, R, D] the last inputs of each sequence, from the result of `with_history`."""
         if self.cu_seqlens is not None:
-            return extended[0, self._history_rows(reach, self.cu_seqlens[1:])]
+            return extended[0, history_rows(self.cu_seqlens[1:], reach)]
         if self.real is None:
             # A copy, because a view would keep the whole call's inputs alive.
             return extended[:, self.tokens :].clone()
         rows = self.counts.unsqueeze(1) + torch.arange(reach, device=self.device)
         return torch.take_along_dim(extended, rows.unsqueeze(-1), dim=1)
-
-    def _rows(self, reach: int) -> Tensor:
-        """[T] where `with_history` puts each packed token."""
-        assert self.sequence is not None
-        token = torch.arange(self.tokens, device=self.device)
-        return token + (self.sequence + 1) * reach
-
-    def _history_rows(self, reach: int, offsets: Tensor) -> Tensor:
-        """[N, R] the rows before the packed token at offsets [N], were it in the next sequence."""
-        sequence = torch.arange(self.sequences, device=self.device)
-        first = offsets + sequence * reach
-        return first.unsqueeze(1) + torch.arange(reach, device=self.device)
 
 
 def make_layout(
@@ -184,10 +166,7 @@ def make_layout(
 def _packed(x: Hidden, cu_seqlens: Offsets) -> Layout:
     check_cu_seqlens(cu_seqlens, x)
     cu_seqlens = cu_seqlens.to(x.device, torch.int64)
-    token = torch.arange(x.shape[1], device=x.device)
-    # Right of equal offsets: an empty sequence owns no token.
-    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)
-    counts = cu_seqlens.diff()
+    sequence, counts = sequence_of(cu_seqlens, x.shape[1]), cu_seqlens.diff()
     return Layout(1, x.shape[1], x.device, counts, cu_seqlens=cu_seqlens, sequence=sequence)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.checks import readable
+from deltarule.ops.history import sequence_of
 
 
 class Lanes(NamedTuple):
@@ -171,7 +172,7 @@ def _packed(x: Tensor, size: int, position: Tensor | None, cu_seqlens: Tensor) -
     real = (local >= 0) & (local < counts[known].unsqueeze(-1)) & (owner < sequences).unsqueeze(-1)
     token = (offsets[known].unsqueeze(-1) + local).clamp(0, tokens - 1)
     each = torch.arange(tokens, device=x.device)
-    own = torch.searchsorted(offsets[1:], each, right=True)
+    own = sequence_of(offsets, tokens)
     slot = start[own] * size + position[own] + each - offsets[own]
     place = lane[own] * (steps * size) + slot
     token, within = token.transpose(0, 1).reshape(1, -1), within.expand(steps, lanes, size)

@@ -26,6 +26,7 @@ from deltarule.ops.context.exchange import Halves, in_two, meet, meet_back
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Request, backend_of
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.dispatch import choose, without_autocast
+from deltarule.ops.history import sequence_of
 from deltarule.ops.operators import differentiated
 from deltarule.shapes import RecurrentOutput, TransitionOutput
 
@@ -250,9 +251,7 @@ def total_decay(given: Inputs) -> Tensor:
         return decay.sum(1)
     # Not by differences of running sums: a reset is -inf.
     sums = decay.new_zeros(given.sequences, *decay.shape[2:])
-    place = torch.arange(q.shape[1], device=q.device)
-    sequence = torch.searchsorted(offsets[1:].to(q.device, torch.int64), place, right=True)
-    return sums.index_add(0, sequence, decay[0])
+    return sums.index_add(0, sequence_of(offsets.to(q.device), q.shape[1]), decay[0])
 
 
 # Key channels up to which the kernels have the transitions of two segments beside each other.

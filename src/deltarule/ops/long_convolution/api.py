@@ -8,13 +8,8 @@ from torch import Tensor
 
 from deltarule.ops.dispatch import Implementation, Table, always
 from deltarule.ops.few_tokens import decodes
+from deltarule.ops.history import last_rows, sequence_of, token_rows, with_history
 from deltarule.ops.long_convolution import definition as reference
-from deltarule.ops.long_convolution.history import (
-    extended_offsets,
-    last_rows,
-    with_history,
-    without_history,
-)
 from deltarule.ops.long_convolution.inputs import check_convolution, check_history
 from deltarule.ops.long_convolution.torch import operator
 from deltarule.ops.plain import PlainImpl, check_counts, run_plain
@@ -115,16 +110,18 @@ class Convolution(NamedTuple):
 
     def of_history(self, history: Tensor, wide: Tensor) -> Tensor:
         """What the tokens read of the rows before them: a sum beside theirs, exactly 0 of zeros."""
-        rows = with_history(torch.zeros_like(wide), history, self.cu_seqlens)
-        split, offsets = wide.shape[-1] - self.v.shape[-1], self.cu_seqlens
+        split, offsets, reach = wide.shape[-1] - self.v.shape[-1], self.cu_seqlens, history.shape[1]
+        sequence = None if offsets is None else sequence_of(offsets, wide.shape[1])
+        rows = with_history(torch.zeros_like(wide), history, offsets, sequence)
         q = k = None
         if self.q is not None:
             nothing = torch.zeros_like(history[..., :split])
-            q, k = with_history(self.q.to(wide.dtype), nothing, offsets), rows[..., :split]
+            q = with_history(self.q.to(wide.dtype), nothing, offsets, sequence)
+            k = rows[..., :split]
         if offsets is not None:
-            offsets = extended_offsets(offsets, history.shape[1])
+            offsets = offsets + torch.arange(len(offsets), device=offsets.device) * reach
         o = operator(rows[..., split:], self.taps, q, k, offsets)
-        return without_history(o, self.v, history, self.cu_seqlens)
+        return o[:, reach:] if sequence is None else o.index_select(1, token_rows(sequence, reach))
 
     def step(self, rows: Tensor) -> Tensor:
         """A few tokens, each the sum over the L rows that it sees, of [B, R + T, H, K + V]."""

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltarule.ops.history import sequence_of
 from deltarule.ops.long_convolution.inputs import ConvolutionInputs
 from deltarule.ops.operators import Operator
 from deltarule.ops.registration import Backward, Gradients, Rules
@@ -221,9 +222,7 @@ def prepared(inputs: ConvolutionInputs) -> Prepared:
     assert taps is not None
     sequence = None
     if inputs.cu_seqlens is not None:
-        token = torch.arange(v.shape[2], device=v.device)
-        ends = inputs.cu_seqlens[1:].to(v.device)
-        sequence = torch.searchsorted(ends, token.to(ends.dtype), right=True)
+        sequence = sequence_of(inputs.cu_seqlens.to(v.device), v.shape[2])
     return q, k, v, taps, sequence
 
 

@@ -11,6 +11,7 @@ from deltarule.ops.dispatch import Impl, choose
 from deltarule.ops.few_tokens import check_no_gradient
 from deltarule.ops.fused import short_conv as fused
 from deltarule.ops.fused_kernels import why_not_fused
+from deltarule.ops.history import sequence_of, token_rows, with_history
 from deltarule.ops.pack import check_cu_seqlens
 from deltarule.ops.plain import forms
 from deltarule.ops.pools import check_pool, check_room, check_slots, offsets_of
@@ -152,18 +153,14 @@ def rows_of(call: Convolution) -> Rows:
     """Earlier inputs out of their slots, and in front of their rows."""
     x, reach, offsets = call.x.flatten(0, 1), call.reach, call.offsets
     held = read(call.state, call.reads, call.null_index, x.dtype)
-    place = torch.arange(reach, device=x.device)
     window = held[:, :reach]
     if call.accepted is not None:
-        index = (call.accepted.long()[:, None] - 1 + place).unsqueeze(-1)
-        window = held.gather(1, index.expand(-1, -1, x.shape[1]))
-    token = torch.arange(len(x), device=x.device)
-    sequence = torch.searchsorted(offsets, token.to(offsets), right=True) - 1
+        index = call.accepted.long()[:, None] - 1 + torch.arange(reach, device=x.device)
+        window = held.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[1]))
+    sequence = sequence_of(offsets, len(x))
+    tokens = token_rows(sequence, reach)
     begins = offsets[:-1] + reach * torch.arange(len(offsets) - 1, device=x.device)
-    tokens = token + reach * (sequence + 1)
-    extended = x.new_empty(len(x) + window.shape[0] * reach, x.shape[1])
-    extended[tokens] = x
-    extended[begins[:, None] + place] = window
+    extended = with_history(x[None], window, offsets, sequence)[0]
     return Rows(extended, window, tokens, sequence, begins)
 
 

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltarule.ops.history import sequence_of
+
 
 class SLSTMInputs(NamedTuple):
     """Gates [B, T, H, 4, D], recurrent weights [H, 4, D, D], a state [N, H, 4, D], and ends."""
@@ -38,5 +40,5 @@ class SLSTMInputs(NamedTuple):
         if self.cu_seqlens is None:
             return row // max(tokens, 1), row % max(tokens, 1)
         first, _ = self.spans
-        sequence = torch.searchsorted(first, row, right=True) - 1
+        sequence = sequence_of(self.cu_seqlens.to(row.device), tokens)
         return sequence, row - first[sequence]
