@@ -8,6 +8,7 @@ The tests compare every faster form of the operators with them, in float64.
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,3 +156,47 @@ def _read(state: Tensor, query: Tensor) -> Tensor:
 def _outer(value: Tensor, key: Tensor) -> Tensor:
     """v k^T for every row and head: [B, HV, V], [B, HV, K] -> [B, HV, V, K]."""
     return value.unsqueeze(-1) * key.unsqueeze(-2)
+
+
+# Steps on a pool of states, a token of a row at a time, by `delta_rule` or `dplr` as above: `Run`.
+#
+# Their inputs and calls are those of the modules beside this file, with checks that are not its.
+Inputs = Any
+Run = Callable[[Inputs], RecurrentOutput]
+
+
+def stretch(inputs: Inputs, first: int, last: int, state: Tensor) -> Inputs:
+    """Tokens first to last of rows that lie end to end, begun from state [HV, V, K]."""
+    found = inputs.each(lambda x, n: x.flatten(0, 1)[first * n : last * n].unsqueeze(0))
+    start = state.to(inputs.dtype).unsqueeze(0)
+    return found._replace(cu_seqlens=None, initial_state=start)
+
+
+def taken(state: Tensor, slot: int, null_index: int) -> Tensor:
+    """The state of a slot; zeros of none."""
+    return state[slot].clone() if slot > null_index else torch.zeros_like(state[0])
+
+
+def step(run: Run, inputs: Inputs, call: Any, offsets: Tensor) -> Tensor:
+    """Outputs, zeros in rows that start from no slot; the pool is written, and `call.states`."""
+    state, slots, null_index = call.state, call.slots.tolist(), call.null_index
+    accepted = [1] * len(slots) if call.accepted is None else call.accepted.tolist()
+    o = inputs.v.new_zeros(inputs.output_shape)
+    for row, (first, last) in enumerate(pairwise(offsets.tolist())):
+        own = slots[row]
+        start = own[accepted[row] - 1] if isinstance(own, list) else own
+        if start <= null_index or first == last:
+            continue
+        current = taken(state, start, null_index).to(inputs.dtype)
+        for t in range(first, last):
+            part = run(stretch(inputs, t, t + 1, current))
+            assert part.final_state is not None
+            o.view(-1, *o.shape[2:])[t] = part.o[0, 0]
+            current = part.final_state[0]
+            if call.states is not None:
+                call.states[row, t - first] = current.to(state.dtype)
+            if isinstance(own, list) and own[t - first] > null_index:
+                state[own[t - first]] = current.to(state.dtype)
+        if not isinstance(own, list):
+            state[own] = current.to(state.dtype)
+    return o

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from deltarule.ops.delta_rule.gate_logits import NO_MAPS, BetaLogits, DecayLogits, Step, checked
+from deltarule.ops.delta_rule import definition
+from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, Step, checked
 from deltarule.ops.delta_rule.implementations import Request, run_reference
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
@@ -11,7 +12,7 @@ from deltarule.ops.dispatch import Impl, Table, choose, why_no_triton
 from deltarule.ops.few_tokens import MAX_TOKENS, check_no_gradient
 from deltarule.ops.in_place import InPlace
 from deltarule.ops.plain import forms
-from deltarule.ops.pools import check_indices, check_pool, check_room
+from deltarule.ops.pools import check_indices, check_pool, check_room, offsets_of
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
 
 MAX_KEY_CHANNELS = 256
@@ -117,33 +118,11 @@ def check_step(step: Step) -> None:
 
 
 def reference_step(step: Step) -> Tensor:
-    """The definition, from the picked slots and back into them."""
-    state, indices = step.state, step.slots
-    if step.states is not None:
-        return one_by_one(step, step.states)
-    inputs = step.maps.applied(step.inputs)
-    rows = torch.arange(inputs.q.shape[0], device=state.device)
-    slots = rows if indices is None else indices.long()
-    rows = rows if indices is None else rows[slots != step.null_index]
-    current = state[slots[rows]].to(inputs.dtype)
-    picked = inputs.each(lambda x, _: x[rows])._replace(initial_state=current)
-    o, after = run_reference(Request(picked))
-    assert after is not None
-    state[slots[rows]] = after.to(state.dtype)
-    return o.new_zeros(inputs.output_shape).index_copy(0, rows, o)
-
-
-def one_by_one(step: Step, states: Tensor) -> Tensor:
-    """The definition with the state after each token kept."""
-    inputs, rows = step.maps.applied(step.inputs), torch.arange(step.inputs.q.shape[0])
-    slots = rows if step.slots is None else step.slots.long().cpu()
-    rows = rows if step.slots is None else rows[slots != step.null_index]
-    outputs = []
-    for t in range(inputs.q.shape[1]):
-        token = inputs.each(lambda x, n: x[:, t * n : (t + 1) * n])  # noqa: B023 (called here)
-        outputs.append(reference_step(step._replace(inputs=token, maps=NO_MAPS, states=None)))
-        states[rows, t] = step.state[slots[rows]]
-    return torch.cat(outputs, dim=1)
+    """The definition, from the picked slots and back into them, row by row."""
+    inputs, slots, null = step.maps.applied(step.inputs), step.slots, step.null_index
+    slots = torch.arange(len(inputs.q)) if slots is None else torch.where(slots == null, -1, slots)
+    call, ends = step._replace(slots=slots, null_index=-1), offsets_of(None, inputs.q)
+    return definition.step(lambda x: run_reference(Request(x)), inputs, call, ends)
 
 
 def triton_step(step: Step) -> Tensor:

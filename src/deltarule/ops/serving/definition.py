@@ -1,32 +1,15 @@
 """The loops that say what the functions on a pool mean: a row, a stretch of tokens at a time."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltarule.shapes import RecurrentOutput
+from deltarule.ops.delta_rule.definition import Run, stretch, taken
 
-# Those of `deltarule.ops.delta_rule.inputs`, and calls of the functions beside this file, which
-# come with checks that are not this file's.
-Inputs = Any
+# Of the functions beside this file, which come with checks that are not this file's.
 Call = Any
-# The definition of `delta_rule` or of `dplr`, by the erase of the call.
-Run = Callable[[Inputs], RecurrentOutput]
-
-
-def stretch(inputs: Inputs, first: int, last: int, state: Tensor) -> Inputs:
-    """Tokens first to last of rows that lie end to end, begun from state [HV, V, K]."""
-    found = inputs.each(lambda x, n: x.flatten(0, 1)[first * n : last * n].unsqueeze(0))
-    start = state.to(inputs.dtype).unsqueeze(0)
-    return found._replace(cu_seqlens=None, initial_state=start)
-
-
-def taken(state: Tensor, slot: int, null_index: int) -> Tensor:
-    """The state of a slot; zeros of none."""
-    return state[slot].clone() if slot > null_index else torch.zeros_like(state[0])
 
 
 def prefill(run: Run, call: Call) -> tuple[Tensor, list[Tensor]]:
@@ -49,29 +32,6 @@ def prefill(run: Run, call: Call) -> tuple[Tensor, list[Tensor]]:
         if writes[row] > null_index:
             state[writes[row]] = current.to(state.dtype)
     return o, [before[x] for x in borders]
-
-
-def step(run: Run, inputs: Inputs, call: Call, offsets: Tensor) -> Tensor:
-    """Outputs, zeros in rows that start from no slot; the pool is written."""
-    state, slots, null_index = call.state, call.slots.tolist(), call.null_index
-    accepted = [1] * len(slots) if call.accepted is None else call.accepted.tolist()
-    o = inputs.v.new_zeros(inputs.output_shape)
-    for row, (first, last) in enumerate(pairwise(offsets.tolist())):
-        own = slots[row]
-        start = own[accepted[row] - 1] if isinstance(own, list) else own
-        if start <= null_index or first == last:
-            continue
-        current = taken(state, start, null_index).to(inputs.dtype)
-        for t in range(first, last):
-            part = run(stretch(inputs, t, t + 1, current))
-            assert part.final_state is not None
-            o.view(-1, *o.shape[2:])[t] = part.o[0, 0]
-            current = part.final_state[0]
-            if isinstance(own, list) and own[t - first] > null_index:
-                state[own[t - first]] = current.to(state.dtype)
-        if not isinstance(own, list):
-            state[own] = current.to(state.dtype)
-    return o
 
 
 def convolution(call: Call) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.checks import readable, shape
+from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.gate_logits import NO_MAPS, BetaLogits, DecayLogits, Step, checked
 from deltarule.ops.delta_rule.implementations import Request, run_reference
 from deltarule.ops.delta_rule.inputs import Inputs
@@ -14,7 +15,6 @@ from deltarule.ops.few_tokens import check_no_gradient
 from deltarule.ops.in_place import InPlace
 from deltarule.ops.plain import forms
 from deltarule.ops.pools import check_indices, check_pool, check_room, offsets_of
-from deltarule.ops.serving import definition
 from deltarule.ops.serving.pool import read, write
 from deltarule.shapes import Beta, Decay, Erase, Keys, Offsets, Outputs, Queries, State, Values
 
