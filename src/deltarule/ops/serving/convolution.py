@@ -178,44 +178,29 @@ def keep(call: Convolution, rows: Rows) -> None:
     write(call.state, call.writes, call.null_index, after)
 
 
-def run_torch(call: Convolution) -> Tensor:
-    rows = rows_of(call)
+def run(call: Convolution, backend: str) -> Tensor:
+    """Outputs by taps, or by the kernel of the layers; inputs are moved by index."""
+    x, weight, rows = call.x, call.weight, rows_of(call)
     if call.state.numel() and len(rows.extended):
         keep(call, rows)
-    dtype = torch.promote_types(call.x.dtype, torch.float32)
-    taps = call.weight.to(dtype).unbind(1)
-    y = rows.extended.new_zeros(len(rows.tokens), call.x.shape[2], dtype=dtype)
-    for back, tap in enumerate(reversed(taps)):
-        y = torch.addcmul(y, rows.extended[rows.tokens - back].to(dtype), tap)
-    return finished(y, call, call.activated).view(call.x.shape)
-
-
-def run_triton(call: Convolution) -> Tensor:
-    """The kernel of the layers for the outputs; their inputs moved by index."""
-    rows = rows_of(call)
-    keep(call, rows)
-    offsets, within = call.cu_seqlens, call.activated and call.bias is None
-    sequence = None if offsets is None else rows.sequence
-    offsets = None if offsets is None else call.offsets
-    y, _ = fused.short_conv(
-        call.x, call.weight, rows.window.contiguous(), offsets, sequence, None, within
-    )
-    return y if within else finished(y, call, call.activated)
-
-
-def finished(y: Tensor, call: Convolution, activated: bool) -> Tensor:
+    if backend == "torch":
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        y = x.new_zeros(len(rows.tokens), x.shape[2], dtype=dtype)
+        for back, tap in enumerate(reversed(weight.to(dtype).unbind(1))):
+            y = torch.addcmul(y, rows.extended[rows.tokens - back].to(dtype), tap)
+        y, within = y.view(x.shape), False
+    else:
+        packed, within = call.cu_seqlens is not None, call.activated and call.bias is None
+        bounds = (call.offsets, rows.sequence) if packed else (None, None)
+        y, _ = fused.short_conv(x, weight, rows.window.contiguous(), *bounds, None, within)
     y = y if call.bias is None else y + call.bias.to(y.dtype)
-    return (F.silu(y) if activated else y).to(call.x.dtype)
+    return (F.silu(y) if call.activated and not within else y).to(x.dtype)
 
 
 def why_not_triton(call: Convolution) -> str | None:
     if (taps := call.weight.shape[1]) > fused.MAX_TAPS:
         return f"the Triton kernel takes up to {fused.MAX_TAPS} taps, got {taps}"
     return "x has no numbers" if call.x.numel() == 0 else why_not_fused(call.x)
-
-
-def run(call: Convolution, backend: str) -> Tensor:
-    return run_triton(call) if backend == "triton" else run_torch(call)
 
 
 def run_reference(call: Convolution) -> Tensor:
