@@ -311,8 +311,8 @@ def test_function_transforms_agree_with_autograd(operator, lengths):
         assert_close(gradient, torch.autograd.grad(loss(leaf), leaf)[0], gradient=True)
 
 
-# As long as their siblings of one map, and as the exact solve, together.
-LONG = "ttt of two maps", "titans of two maps", "mesa, 30 iterations"
+# As long as their siblings of one map together.
+LONG = "ttt of two maps", "titans of two maps"
 
 
 @pytest.mark.parametrize("name", OPERATORS)
