@@ -37,7 +37,9 @@ def test_a_block_of_one_token_is_the_block(name, device, make_model, monkeypatch
                 assert relative_rms(after_one[key], tensor) < 2e-6
 
 
-@pytest.mark.parametrize("options", [{"deepnorm_alpha": 2.0}, {"post_norm": "gated_deltanet"}])
+@pytest.mark.parametrize(
+    "options", [{"deepnorm_alpha": 2.0}, {"post_norm": "gated_deltanet"}, {"output_norm": "all"}]
+)
 def test_blocks_whose_norms_stand_elsewhere_take_the_usual_way(options, make_model, monkeypatch):
     model = make_model(layer_types="gated_deltanet", **options)
     monkeypatch.setattr(nn.one_token, "fits", lambda *_: True)

@@ -13,7 +13,7 @@ from deltarule.parallel.heads import local_block
 # A layer of each kind: grouped heads, token shift, products and norms over heads, constants, steps.
 KINDS = [
     "gated_deltanet", "rwkv7", "mamba1", "mamba2", "retnet", "gated_delta_product", "attention",
-    "experts",
+    "experts", "gsa", "lightning",
 ]  # fmt: skip
 OF_ALL = [name for name in MIXERS if not MIXERS[name].heads_alone]
 

@@ -34,6 +34,8 @@ def config_of(mixer: str) -> ModelConfig:
     fields: dict[str, Any] = {"num_v_heads": 8} if mixer in GROUPED else {}
     if mixer == "linear_attention":
         fields["feature_map"] = "hedgehog"
+    if mixer == "lightning":
+        fields["output_norm"] = "all"
     if mixer in ("attention", "sliding_window"):
         fields["num_kv_heads"] = 4
     if mixer == "experts":

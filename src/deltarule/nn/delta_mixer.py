@@ -26,7 +26,7 @@ from deltarule.nn.gates import float32_parameter, initial_A_log, initial_dt_bias
 from deltarule.nn.layout import Layout, make_layout, per_step, silence_padding, split
 from deltarule.nn.linears import linear, linears, plain_weights
 from deltarule.nn.mixer import Mixer
-from deltarule.nn.norm import GatedRMSNorm, GateOnly, gated_norm_product
+from deltarule.nn.norm import gated_norm_product
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.rule import Arguments, Projections, Rule, as_it_is
 from deltarule.nn.short_conv import can_step, convolved, step_in_place, within_product
@@ -134,20 +134,6 @@ class DeltaMixer(Mixer):
         self.A_log = float32_parameter(A_log)
         self.dt_bias = float32_parameter(dt_bias)
 
-    def build_norm(self) -> nn.Module:
-        if self.output_norm == "none" or (self.normalizer and not self.centred):
-            return GateOnly(self.gate_activation)
-        if self.output_norm == "all":
-            size = self.num_v_heads * self.head_v_dim
-            return GatedRMSNorm(size, self.norm_eps, self.gate_activation)
-        return super().build_norm()
-
-    def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        if self.output_norm != "all":
-            return super().normed(o, gate)
-        normed: Tensor = self.o_norm(o.flatten(-2), None if gate is None else gate.flatten(-2))
-        return normed
-
     def memories(self) -> dict[str, tuple[int, ...]]:
         features = self.head_k_dim if self.qk_map is None else self.qk_map.features
         return {"recurrent": (self.num_v_heads, self.head_v_dim + self.normalizer, features)}
@@ -169,7 +155,8 @@ class DeltaMixer(Mixer):
             getattr(type(self), name) is getattr(DeltaMixer, name)
             for name in ("forward", "mix", "project", "finish", "normed")
         )
-        if not own or not one_token.fits_heads(self.num_v_heads, self.head_v_dim):
+        fits = one_token.fits_heads(self.num_v_heads, self.head_v_dim)
+        if not own or not fits or self.norm_of_all:
             return None
         modules = self.of_input()
         if not one_token.fits(x, self, (norm, self.o_norm), (*modules.values(), self.o_proj)):

@@ -15,7 +15,7 @@ from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import check_input, check_state
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import Layout, shared_layout, split
-from deltarule.nn.norm import ACTIVATIONS, Activation
+from deltarule.nn.norm import Activation
 from deltarule.nn.rule import System
 from deltarule.nn.state import DraftedState, LentState, State
 from deltarule.ops.context import Context
@@ -31,8 +31,8 @@ class Frame(nn.Module, ABC):
     float32_parameters: ClassVar[tuple[str, ...]] = ()
     # Whether the output has no norm.
     normless: ClassVar[bool] = False
-    # Whether the norm goes over all heads together; the gate then comes after it.
-    norm_of_all: ClassVar[bool] = False
+    # Whether the norm goes over all heads together.
+    norm_of_all: bool = False
     # What the gate of the output goes through.
     gate_activation: ClassVar[Activation] = "silu"
     # Which streams are convolved.
@@ -201,8 +201,8 @@ class Frame(nn.Module, ABC):
         """Normalise and gate [B, T, HV, head_v_dim]; return [B, T, HV * head_v_dim]."""
         if not self.norm_of_all:
             return self.o_norm(o, gate).flatten(-2)
-        y: Tensor = self.o_norm(o.flatten(-2))
-        return y if gate is None else y * ACTIVATIONS[self.gate_activation](gate.flatten(-2))
+        y: Tensor = self.o_norm(o.flatten(-2), None if gate is None else gate.flatten(-2))
+        return y
 
     def streams(self, call: LayerCall) -> list[Tensor]:
         sizes = {"q": self.head_k_dim, "k": self.head_k_dim, "v": self.head_v_dim}

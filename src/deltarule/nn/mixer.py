@@ -6,7 +6,6 @@
 """
 
 import inspect
-import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from torch import nn
 from deltarule.nn import checks
 from deltarule.nn.checks import COMMON, REASONS, SPECTRA, check_meant, check_words
 from deltarule.nn.frame import Frame
-from deltarule.nn.norm import GatedGroupNorm, GatedRMSNorm, GateOnly, RMSNorm
+from deltarule.nn.norm import GatedGroupNorm, GatedRMSNorm, GateOnly
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import OutputNorm, QueryKeyNorm, Rule
 from deltarule.nn.short_conv import ShortConv
@@ -208,6 +207,7 @@ class Mixer(Frame):
         divides = isinstance(self.rule, Rule) and self.rule.normalizer
         self.qk_norm, self.normalizer = qk_norm, checks.default(normalizer, divides)
         self.output_norm: OutputNorm = checks.default(output_norm, "head")
+        self.norm_of_all = self.norm_of_all or output_norm == "all"
         neutral: dict[str, object] = {"conv_size": 0, "n_steps": 1, "output_norm": "head"}
         neutral |= {"num_v_heads": num_heads, "head_k_dim": 1, "head_v_dim": self.head_k_dim}
         neutral["normalizer"] = divides
@@ -316,14 +316,13 @@ class Mixer(Frame):
         """Make what the decays, the write strengths and the like come from; here nothing."""
 
     def build_norm(self) -> nn.Module:
-        if self.normless:
-            return GateOnly(self.gate_activation)
-        sizes, eps = (self.num_v_heads, self.head_v_dim), self.fixed_eps or self.norm_eps
-        if self.norm_of_all:
-            return RMSNorm(math.prod(sizes), eps)
+        heads, size, activation = self.num_v_heads, self.head_v_dim, self.gate_activation
+        divided = self.normalizer and not self.centred
+        if self.normless or divided or self.output_norm == "none":
+            return GateOnly(activation)
         if self.centred:
-            return GatedGroupNorm(*sizes, eps, self.gate_activation)
-        return GatedRMSNorm(self.head_v_dim, self.norm_eps, self.gate_activation)
+            return GatedGroupNorm(heads, size, self.fixed_eps or self.norm_eps, activation)
+        return GatedRMSNorm(size * heads if self.norm_of_all else size, self.norm_eps, activation)
 
     def build_output(self, gated: bool) -> None:
         self.o_norm = self.build_norm()

@@ -13,6 +13,7 @@ from deltarule import ops
 from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.memory_mixer import MemoryMixer
+from deltarule.nn.norm import ACTIVATIONS
 from deltarule.nn.rotation import rotate
 from deltarule.nn.rule import Arguments, System
 from deltarule.shapes import TTTState
@@ -51,7 +52,6 @@ class TTTLinear(MemoryMixer):
     options = MemoryMixer.options - {"head_v_dim"}
     default_conv_size = 0
     even = ("head_k_dim",)
-    norm_of_all = True
     gate_activation = "gelu"
     base_rate = 1.0
     parts = ("recurrent", "gradient")
@@ -69,6 +69,10 @@ class TTTLinear(MemoryMixer):
 
     def build_norm(self) -> nn.Module:
         return nn.LayerNorm(self.num_heads * self.head_v_dim, eps=self.norm_eps)
+
+    def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        y: Tensor = self.o_norm(o.flatten(-2))
+        return y if gate is None else y * ACTIVATIONS["gelu"](gate.flatten(-2))
 
     def map_sizes(self) -> list[tuple[int, int]]:
         return [(self.head_k_dim, self.head_k_dim + 1)]

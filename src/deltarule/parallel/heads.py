@@ -95,7 +95,6 @@ def check_splits(config: ModelConfig, mixer: Mixer, ways: int) -> None:
         mixer.rule.name: (ways > 1 and not mixer.heads_alone, some),
         f"n_groups={config.n_groups}": (config.n_groups > 1, ""),
         "attention_qk_norm='all'": (norm_of_all, some),
-        "output_norm='all'": (getattr(mixer, "output_norm", None) == "all", some),
     }  # fmt: skip
     for name, (holds, why) in reasons.items():
         if holds:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from deltarule.nn import RMSNorm
 from deltarule.nn.experts import Experts
-from deltarule.nn.norm import GroupRMSNorm
+from deltarule.nn.frame import Frame
+from deltarule.nn.norm import ACTIVATIONS, Activation, GroupRMSNorm
 from deltarule.nn.rule import Arguments, Projections, Rule
 from deltarule.nn.scan_mixer import ScanMixer
 from deltarule.parallel.local import Group, sum_over_ranks
@@ -21,13 +21,12 @@ from deltarule.parallel.local import Group, sum_over_ranks
 def span_heads(local: nn.Module, whole: nn.Module, mesh: DeviceMesh) -> None:
     """Make the layer with some of the heads compute what the layer with all of them does."""
     group = mesh.get_group()
-    norm = getattr(whole, "o_norm", None)
-    if isinstance(norm, nn.LayerNorm):
-        local.o_norm = SpanningLayerNorm(
-            local.get_submodule("o_norm"), norm.eps, mesh.size(), group
-        )
-    elif type(norm) is RMSNorm or (isinstance(norm, GroupRMSNorm) and norm.groups == 1):
-        local.o_norm = SpanningRMSNorm(local.get_submodule("o_norm"), norm.eps, mesh.size(), group)
+    if isinstance(whole, Frame) and isinstance(local, Frame):
+        norm = whole.o_norm
+        centred = isinstance(norm, nn.LayerNorm)
+        if centred or whole.norm_of_all or (isinstance(norm, GroupRMSNorm) and norm.groups == 1):
+            kind = SpanningLayerNorm if centred else SpanningRMSNorm
+            local.o_norm = kind(local.o_norm, whole.gate_activation, mesh.size(), group)
     if isinstance(whole, Experts) and isinstance(local, Experts):
         local.first_expert = mesh.get_local_rank() * (whole.num_experts // mesh.size())
     if isinstance(whole, ScanMixer):
@@ -47,17 +46,18 @@ def span_heads(local: nn.Module, whole: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class SpanningRMSNorm(nn.Module):
-    """y = weight * x / sqrt(mean(x^2) + eps), the mean taken over the channels of all processes."""
+    """y = weight * x / sqrt(mean(x^2) + eps) * activation(gate), the mean that of all processes."""
 
-    def __init__(self, norm: nn.Module, eps: float, ways: int, group: Group) -> None:
+    def __init__(self, norm: Any, activation: Activation, ways: int, group: Group) -> None:
         super().__init__()
-        self.weight, self.eps = norm.get_parameter("weight"), eps
+        self.weight, self.eps, self.activation = norm.weight, norm.eps, activation
         self.ways, self.group = ways, group
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         y = wide * torch.rsqrt(self._mean(wide.square()) + self.eps)
-        return y.to(x.dtype) * self.weight.to(x.dtype)
+        y = y.to(x.dtype) * self.weight.to(x.dtype)
+        return y if gate is None else y * ACTIVATIONS[self.activation](gate)
 
     def _mean(self, x: Tensor) -> Tensor:
         total = sum_over_ranks(x.sum(-1, keepdim=True), self.group)
@@ -67,11 +67,11 @@ class SpanningRMSNorm(nn.Module):
 class SpanningLayerNorm(SpanningRMSNorm):
     """y = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias, over all processes' channels."""
 
-    def __init__(self, norm: nn.Module, eps: float, ways: int, group: Group) -> None:
-        super().__init__(norm, eps, ways, group)
-        self.bias = norm.get_parameter("bias")
+    def __init__(self, norm: Any, activation: Activation, ways: int, group: Group) -> None:
+        super().__init__(norm, activation, ways, group)
+        self.bias = norm.bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return super().forward(wide - self._mean(wide)).to(x.dtype) + self.bias.to(x.dtype)
 
