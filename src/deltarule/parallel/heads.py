@@ -62,19 +62,13 @@ def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Blo
     }
     changed |= {name: getattr(mixer, name, None) for name in ("head_k_dim", "head_v_dim")}
     check_splits(config, mixer, ways)
-    # Attention takes the size of a head from the stream's and the number of heads.
-    changed |= {"layer_types": "linear_attention"} if isinstance(mixer, Attention) else {}
+    if isinstance(mixer, Attention):
+        # As many channels of a head as before, whatever they came from.
+        heads = {"num_attention_heads": mixer.num_heads, "num_kv_heads": mixer.num_kv_heads}
+        changed |= {name: share(name, x, ways) for name, x in heads.items()}
+        changed["attention_head_dim"] = mixer.head_dim
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         block = Block(dataclasses.replace(config, **changed), index)
-        if isinstance(mixer, Attention):
-            block.mixer = type(mixer)(
-                config.hidden_size, num_heads=share("num_attention_heads", mixer.num_heads, ways),
-                num_kv_heads=share("num_kv_heads", mixer.num_kv_heads, ways),
-                head_dim=mixer.head_dim, window=mixer.window, rope_theta=mixer.rope_theta,
-                partial_rotary_factor=mixer.partial_rotary_factor, qk_norm=mixer.attention_qk_norm,
-                output_gate=mixer.g_proj is not None, norm_eps=mixer.norm_eps,
-                zero_centered_norm=mixer.zero_centered_norm, scale=mixer.scale,
-            )  # fmt: skip
     if isinstance(block.mlp, Experts):
         # One process has its share of the experts; the router chooses among all.
         count = share("num_experts", block.mlp.num_experts, ways)

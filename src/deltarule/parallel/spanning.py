@@ -22,7 +22,8 @@ def span_heads(local: nn.Module, whole: nn.Module, mesh: DeviceMesh) -> None:
     """Make the layer with some of the heads compute what the layer with all of them does."""
     group = mesh.get_group()
     if isinstance(whole, Frame) and isinstance(local, Frame):
-        norm = whole.o_norm
+        # Attention has none.
+        norm = getattr(whole, "o_norm", None)
         centred = isinstance(norm, nn.LayerNorm)
         if centred or whole.norm_of_all or (isinstance(norm, GroupRMSNorm) and norm.groups == 1):
             kind = SpanningLayerNorm if centred else SpanningRMSNorm
