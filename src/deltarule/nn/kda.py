@@ -7,7 +7,7 @@ or, with gate_lower_bound L < 0, a_t = exp(L sigmoid(exp(A_log) (decay_logits_t 
 is exp(L) or more.
 """
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,14 +61,10 @@ class KDA(DeltaNet):
                 f"{REASONS['longest_horizon']}, got {self.longest_horizon!r}"
             )
 
-    @classmethod
-    def from_config(cls, config: Any, layer_index: int) -> Self:
-        layer = super().from_config(config, layer_index)
-        if not getattr(config, "output_gate_bias", True) and isinstance(
-            layer.g_proj, nn.Sequential
-        ):
-            layer.g_proj[1].register_parameter("bias", None)
-        return layer
+    def adopt(self, config: Any) -> None:
+        biased = getattr(config, "output_gate_bias", True)
+        if isinstance(self.g_proj, nn.Sequential) and not biased:
+            self.g_proj[1].register_parameter("bias", None)
 
     def output_gate_projection(self) -> nn.Module:
         size = self.num_v_heads * self.head_v_dim

@@ -5,7 +5,7 @@ dt_t = softplus(step_logits_t + dt_bias)
 """
 
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,25 +49,23 @@ class Mamba1(ScanMixer):
         source="arXiv 2312.00752, algorithm 2 and section 3.6",
     )  # fmt: skip
     inner_norm_eps: float = 1e-5
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
 
-    @classmethod
-    def from_config(cls, config: Any, layer_index: int) -> Self:
-        """Build the layer of a model, with another step_rank and with norms inside, if it says so.
+    def adopt(self, config: Any) -> None:
+        """Take another step_rank, and norms of dt's few channels, k and q, before they are used.
 
-        Norms of dt's few channels, k and q, before they are used: without weights ("plain") or
-        with them.
+        Norms are without weights ("plain") or with them.
         """
-        layer = super().from_config(config, layer_index)
-        rank = getattr(config, "time_step_rank", None) or layer.step_rank()
+        rank = getattr(config, "time_step_rank", None) or self.step_rank()
         norms = getattr(config, "mamba_inner_norm", None)
-        if rank == layer.step_rank() and norms is None:
-            return layer
-        inner, size = layer.num_heads * layer.head_v_dim, layer.head_k_dim
-        layer.inner_norm_eps = default(config.output_norm_eps, config.norm_eps)
-        layer.a_proj = low_rank(inner, rank, inner, activation=layer.inner_norm(norms, rank))
+        if rank == self.step_rank() and norms is None:
+            return
+        inner, size = self.num_heads * self.head_v_dim, self.head_k_dim
+        self.inner_norm_eps = default(config.output_norm_eps, config.norm_eps)
+        self.a_proj = low_rank(inner, rank, inner, activation=self.inner_norm(norms, rank))
         if norms is not None:
-            layer.q_norm, layer.k_norm = (layer.inner_norm(norms, size) for _ in "qk")
-        return layer
+            self.q_norm, self.k_norm = (self.inner_norm(norms, size) for _ in "qk")
 
     def inner_norm(self, kind: str | None, size: int) -> nn.Module | None:
         if kind == "weighted":
@@ -77,8 +75,7 @@ class Mamba1(ScanMixer):
         return nn.RMSNorm(size, self.inner_norm_eps, elementwise_affine=False)
 
     def build_scan(self, inner: int) -> None:
-        self.q_norm: nn.Module | None = None
-        self.k_norm: nn.Module | None = None
+        self.q_norm = self.k_norm = None
         self.q_proj = nn.Linear(inner, self.head_k_dim, bias=False)
         self.k_proj = nn.Linear(inner, self.head_k_dim, bias=False)
         self.a_proj = low_rank(inner, self.step_rank(), inner)

@@ -4,7 +4,7 @@ S_t = exp(-exp(A_log) dt_t) S_{t-1} + dt_t v_t k_t^T        o_t = S_t q_t + D v_
 dt_t = softplus(decay_logits_t + dt_bias)
 """
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,14 +67,11 @@ class Mamba2(DeltaMixer):
         heads = config.num_v_heads or config.num_heads
         return {"num_heads": getattr(config, "n_groups", 1), "num_v_heads": heads}
 
-    @classmethod
-    def from_config(cls, config: Any, layer_index: int) -> Self:
-        layer = super().from_config(config, layer_index)
+    def adopt(self, config: Any) -> None:
         factors = getattr(config, "ssm_multipliers", (1.0,) * 5)
-        layer.multipliers = {name: x for name, x in zip("gvkqa", factors, strict=True) if x != 1}
+        self.multipliers = {name: x for name, x in zip("gvkqa", factors, strict=True) if x != 1}
         if not getattr(config, "mamba_rms_norm", True):
-            layer.o_norm = nn.Identity()
-        return layer
+            self.o_norm = nn.Identity()
 
     def build_gates(self) -> None:
         super().build_gates()

@@ -240,7 +240,11 @@ class Mixer(Frame):
         names = [parts.split("+") for parts in config.layer_types]
         own = cls.rule.name
         layer.find_place([own if own in parts else parts[0] for parts in names], layer_index)
+        layer.adopt(config)
         return layer
+
+    def adopt(self, config: Any) -> None:
+        """Follow what a model's configuration says beyond the options of a layer; here nothing."""
 
     @classmethod
     def heads(cls, config: Any) -> dict[str, int | None]:

@@ -9,7 +9,8 @@ is zero in float32 (m_t above 104) a query that meets no key still reads zero.
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -45,14 +46,6 @@ def read_out(o: Tensor, projections: Projections, cap: float | None = None) -> T
     _, m = maxima(projections, cap)
     read = torch.cat([o[..., :-1], o[..., -1:].abs()], dim=-1)
     return divided(read, torch.exp(-m).unsqueeze(-1), EPS)
-
-
-def capped_arguments(projections: Projections) -> Arguments:
-    return arguments(projections, SOFT_CAP)
-
-
-def capped_read_out(o: Tensor, projections: Projections) -> Tensor:
-    return read_out(o, projections, SOFT_CAP)
 
 
 def gates(projections: Projections, cap: float | None = None) -> tuple[Tensor, Tensor]:
@@ -96,12 +89,9 @@ class MLSTM(DeltaMixer):
     # What bounds the logits of both gates.
     cap: ClassVar[float | None] = None
 
-    @classmethod
-    def from_config(cls, config: Any, layer_index: int) -> Self:
-        layer = super().from_config(config, layer_index)
+    def adopt(self, config: Any) -> None:
         if not getattr(config, "output_norm_bias", True):
-            layer.o_norm.register_parameter("bias", None)
-        return layer
+            self.o_norm.register_parameter("bias", None)
 
     def memories(self) -> dict[str, tuple[int, ...]]:
         return super().memories() | {"stabilizer": (self.num_v_heads,)}
@@ -140,7 +130,8 @@ class XLSTM7B(MLSTM):
     rule = replace(
         MLSTM.rule, name="xlstm_7b", title="mLSTM of xLSTM-7B", page="mlstm",
         source="arXiv 2503.13427, section 3",
-        arguments=capped_arguments, read_out_function=capped_read_out,
+        arguments=partial(arguments, cap=SOFT_CAP),
+        read_out_function=partial(read_out, cap=SOFT_CAP),
     )  # fmt: skip
     cap = SOFT_CAP
     expand_k = 0.5

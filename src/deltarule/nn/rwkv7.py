@@ -8,7 +8,7 @@ o_t = S_t q_t, normalised, + (q_t * k'_t * bonus summed over channels) v_t
 
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -132,20 +132,15 @@ class RWKV7(ShiftedMixer):
         """Project the shifted x through few channels to the gate, without a last activation."""
         return self.small_map(0.6, 0.8, self.num_v_heads * self.head_v_dim, nn.Sigmoid())
 
-    @classmethod
-    def from_config(cls, config: Any, layer_index: int) -> Self:
-        """Build the layer of a model, its small maps through as many channels as that says."""
-        layer = super().from_config(config, layer_index)
-        ranks = getattr(config, "low_rank_dims", None)
-        if ranks is None:
-            return layer
+    def adopt(self, config: Any) -> None:
+        """Lead the small maps through as many channels as the model says."""
+        if (ranks := getattr(config, "low_rank_dims", None)) is None:
+            return
         for name, rank in zip(SMALL_MAPS, ranks, strict=True):
-            if isinstance(small := getattr(layer, name), nn.Sequential):
+            if isinstance(small := getattr(self, name), nn.Sequential):
                 inner = small[1] if len(small) == 3 else None
-                size = layer.head_k_dim if name in SMALL_MAPS[:2] else layer.head_v_dim
-                small = layer.map_through(rank, layer.num_heads * size, inner)
-                setattr(layer, name, small)
-        return layer
+                size = self.head_k_dim if name in SMALL_MAPS[:2] else self.head_v_dim
+                setattr(self, name, self.map_through(rank, self.num_heads * size, inner))
 
     def low_rank_dims(self) -> tuple[int, ...]:
         """Channels that the decay, the erase, the value and the gate come through."""
