@@ -14,7 +14,7 @@ from bench.markdown import Marks, markdown, write_between
 from bench.results import PASSES, load
 from bench.table import NOTHING, OTHERS, number
 from deltarule.train.extra import require
-from deltarule.train.figures import DARK, DOTS_PER_INCH, INK, LIGHT, MIDDLE, save
+from deltarule.train.figures import DARK, INK, LIGHT, MIDDLE, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,9 +137,7 @@ def draw_figure(timings: Sequence[Timing], path: Path) -> None:
     panels = {name: [one for one in shown if one.passed == name] for name in PASSES}
     bars = max(sum(len(one.peers) + 1 for one in panel) for panel in panels.values())
     groups = max(map(len, panels.values()))
-    figure = require("matplotlib.figure").Figure(
-        figsize=(WIDTH, MARGIN + BAR * bars + GAP * groups), dpi=DOTS_PER_INCH, layout="constrained"
-    )
+    figure = new_figure(WIDTH, MARGIN + BAR * bars + GAP * groups)
     for axes, (name, panel) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         draw_panel(axes, panel)
         axes.set_title(PASSES[name], loc="left", fontsize=10, color=INK)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from deltarule.models import PATTERNS
 from deltarule.nn import SYSTEMS
 from deltarule.train.extra import require
-from deltarule.train.figures import DARK, DOTS_PER_INCH, INK, LIGHT, MIDDLE, draw_levels, dress
+from deltarule.train.figures import DARK, INK, LIGHT, MIDDLE, draw_levels, dress, new_figure
 from experiments.experiment import Result
 
 if TYPE_CHECKING:
@@ -125,11 +125,7 @@ def draw_curves(panels: Sequence[Panel], *, title: str, columns: int = 3) -> Fig
     width = max(WIDTH * across, 1.5 * WIDTH)
     legend_columns = int(width // 1.9)
     legend_lines = -(-(len(looks) + 2) // legend_columns)
-    figure: Figure = require("matplotlib.figure").Figure(
-        figsize=(width, HEIGHT * down + LEGEND_LINE * legend_lines + 0.4),
-        dpi=DOTS_PER_INCH,
-        layout="constrained",
-    )
+    figure: Figure = new_figure(width, HEIGHT * down + LEGEND_LINE * legend_lines + 0.4)
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
     for index, panel in enumerate(panels):
         draw_panel(figure.add_subplot(down, across, index + 1), panel, looks)

@@ -19,8 +19,7 @@ from bench.markdown import markdown_table
 from deltarule.models import ModelConfig
 from deltarule.nn import SYSTEMS
 from deltarule.tasks import load_task
-from deltarule.train.extra import require
-from deltarule.train.figures import DARK, DOTS_PER_INCH, dress
+from deltarule.train.figures import DARK, dress, new_figure
 from deltarule.train.loop import LoopOptions
 from deltarule.train.optimizer import OptimizerOptions
 from experiments import mad
@@ -234,11 +233,7 @@ def draw(form: Form, results: list[Result]) -> Figure:
     made, board = columns(form), board_of(form, results)
     across = min(ACROSS, len(board))
     down, longest = -(-len(board) // across), max(map(len, board.values()))
-    figure = require("matplotlib.figure").Figure(
-        figsize=(WIDTH * across, (LINE * longest + 1.2) * down),
-        dpi=DOTS_PER_INCH,
-        layout="constrained",
-    )
+    figure = new_figure(WIDTH * across, (LINE * longest + 1.2) * down)
     for index, (key, ranked) in enumerate(board.items()):
         axes = figure.add_subplot(down, across, index + 1)
         dress(axes, title=made[key]["title"], x=UNIT[ranked[0].lower], y="")

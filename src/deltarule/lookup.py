@@ -28,19 +28,15 @@ from deltarule.train.progress import for_screen
 
 
 @dataclass(frozen=True)
-class ExplainRun:
-    """Say which implementation of an operator would run for these arguments, and why not others."""
+class CallRun:
+    """Sizes of a call of an operator."""
 
-    operator: Literal["delta_rule", "dplr"] = "delta_rule"
-    """delta_rule erases along the key or not at all, dplr along free vectors."""
-    erase: bool = True
-    """Of delta_rule: with a write strength beta, or without, as linear attention."""
     decay: Literal["none", "head", "channel"] = "head"
     """No decay, one for each head, or one for each key channel."""
     n_steps: int = 1
-    """Of delta_rule: writes for each token."""
+    """Writes for each token of a delta rule."""
     batch: int = 1
-    """Batch rows."""
+    """Batch rows, or packed sequences."""
     tokens: int = 2048
     """Tokens in each row."""
     heads: int = 4
@@ -53,8 +49,6 @@ class ExplainRun:
     """Channels of a value."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     """Precision of queries, keys and values."""
-    device: str = "auto"
-    """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
 
     def __post_init__(self) -> None:
         sizes = ("n_steps", "batch", "tokens", "heads", "v_heads", "head_k_dim", "head_v_dim")
@@ -62,31 +56,29 @@ class ExplainRun:
 
 
 @dataclass(frozen=True)
-class WarmupRun:
+class ExplainRun(CallRun):
+    """Say which implementation of an operator would run for these arguments, and why not others."""
+
+    operator: Literal["delta_rule", "dplr"] = "delta_rule"
+    """delta_rule erases along the key or not at all, dplr along free vectors."""
+    erase: bool = True
+    """Of delta_rule: with a write strength beta, or without, as linear attention."""
+    device: str = "auto"
+    """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
+
+
+@dataclass(frozen=True)
+class WarmupRun(CallRun):
     """Compile the GPU kernels of a call, or of a model, ahead of the first step."""
 
+    heads: int = 16
+    head_k_dim: int = 128
+    head_v_dim: int = 128
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     config: Path | None = None
-    """JSON of a ModelConfig (config.json of a checkpoint); None takes the sizes below."""
+    """JSON of a ModelConfig (config.json of a checkpoint); None takes the sizes above."""
     erase: Literal["none", "tied", "free"] = "tied"
     """Erase nothing, along the key, or along free vectors."""
-    decay: Literal["none", "head", "channel"] = "head"
-    """No decay, one for each head, or one for each key channel."""
-    n_steps: int = 1
-    """Writes for each token."""
-    batch: int = 1
-    """Batch rows, or packed sequences."""
-    tokens: int = 2048
-    """Tokens in each row."""
-    heads: int = 16
-    """Query and key heads."""
-    v_heads: int | None = None
-    """Value heads; None is as many as heads."""
-    head_k_dim: int = 128
-    """Channels of a query or key."""
-    head_v_dim: int = 128
-    """Channels of a value."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Precision of queries, keys and values."""
     normalize_qk: bool = False
     """Whether q and k are divided by their norm in the kernels."""
     packed: bool = False

@@ -18,6 +18,7 @@ from deltarule.nn import (
     SwiGLU,
     one_token,
 )
+from deltarule.nn.experts import ROUTING
 from deltarule.nn.frame import Frame
 from deltarule.nn.mlp import make_mlp
 from deltarule.nn.norm import LayerNorm
@@ -174,20 +175,12 @@ def make_part(config: ModelConfig, name: str, layer_index: int) -> nn.Module:
     if name != "moe":
         return MIXERS[name].from_config(config, layer_index)
     assert config.moe_intermediate_size is not None
+    routing: dict[str, Any] = {name: getattr(config, name) for name in ROUTING}
     return Experts(
-        config.hidden_size,
-        config.moe_intermediate_size,
-        num_experts=config.num_experts,
-        num_experts_per_tok=config.num_experts_per_tok,
-        scoring_func=config.scoring_func,
-        norm_topk_prob=config.norm_topk_prob,
-        n_group=config.n_group,
-        topk_group=config.topk_group,
-        routed_scaling_factor=config.routed_scaling_factor,
+        config.hidden_size, config.moe_intermediate_size, activation=config.hidden_act,
         shared_size=config.shared_expert_intermediate_size,
-        shared_gate=config.shared_expert_gate,
-        activation=config.hidden_act,
-    )
+        shared_gate=config.shared_expert_gate, **routing,
+    )  # fmt: skip
 
 
 def out_multiplier(config: ModelConfig, part: str) -> float:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from deltarule.json_file import parse_object
 from deltarule.models.config_checks import check_fields, check_used
-from deltarule.models.patterns import expand_layer_types, expand_mlp_layer_types
-from deltarule.nearest import nearest
+from deltarule.models.patterns import expand_layer_types, repeat
+from deltarule.nearest import check_known, nearest
 from deltarule.nn.experts import Scores
 from deltarule.nn.mlp import HiddenActivation
 from deltarule.nn.rule import OutputNorm, QueryKeyNorm
@@ -226,7 +226,9 @@ class ModelConfig:
         layer_types = expand_layer_types(self.layer_types, self.num_layers)
         object.__setattr__(self, "layer_types", layer_types)
         if self.mlp_layer_types is not None:
-            kinds = expand_mlp_layer_types(self.mlp_layer_types, self.num_layers)
+            kinds = repeat("mlp_layer_types", self.mlp_layer_types, self.num_layers)
+            for kind in kinds:
+                check_known("mlp_layer_types", kind, ("dense", "sparse", "none"))
             object.__setattr__(self, "mlp_layer_types", kinds)
         check_used(self)
 

@@ -10,6 +10,7 @@ from typing import Any
 from deltarule.nearest import nearest
 from deltarule.nn import MIXERS, checks
 from deltarule.nn.checks import SPECTRA
+from deltarule.nn.experts import ROUTING
 from deltarule.nn.feature_maps import FEATURE_MAPS
 from deltarule.nn.state import MOST_LAYERS
 
@@ -41,11 +42,9 @@ _OF_PARTS: dict[str, tuple[str, ...]] = {
     "kv_lora_rank": ("attention",), "output_gate_bias": ("kda",), "n_groups": ("mamba2",),
     "mamba_rms_norm": ("mamba2",), "ssm_multipliers": ("mamba2",),
     "ssm_out_multiplier": ("mamba2",), "attention_multiplier": _ATTENTION,
-    "attention_out_multiplier": _ATTENTION, "num_experts": ("moe",),
-    "num_experts_per_tok": ("moe",), "moe_intermediate_size": ("moe",),
-    "shared_expert_intermediate_size": ("moe",), "shared_expert_gate": ("moe",),
-    "scoring_func": ("moe",), "norm_topk_prob": ("moe",), "n_group": ("moe",),
-    "topk_group": ("moe",), "routed_scaling_factor": ("moe",),
+    "attention_out_multiplier": _ATTENTION, **dict.fromkeys(ROUTING, ("moe",)),
+    "moe_intermediate_size": ("moe",), "shared_expert_intermediate_size": ("moe",),
+    "shared_expert_gate": ("moe",),
 }  # fmt: skip
 
 

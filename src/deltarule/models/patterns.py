@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deltarule.models.config_checks import MLP_PARTS
-from deltarule.nearest import check_known, nearest
+from deltarule.nearest import nearest
 from deltarule.nn import MIXERS
 
 
@@ -130,13 +130,6 @@ def expand_layer_types(given: str | tuple[str, ...], num_layers: int) -> tuple[s
         if len({*parts}) < len(parts):
             raise ValueError(f"layer_types names a part twice in one block: {name!r}")
     return layers
-
-
-def expand_mlp_layer_types(given: str | tuple[str, ...], num_layers: int) -> tuple[str, ...]:
-    """Repeat the kinds over all layers, each known."""
-    for kind in (kinds := repeat("mlp_layer_types", given, num_layers)):
-        check_known("mlp_layer_types", kind, ("dense", "sparse", "none"))
-    return kinds
 
 
 def repeat(name: str, given: str | tuple[str, ...], num_layers: int) -> tuple[str, ...]:

@@ -17,6 +17,11 @@ from deltarule.shapes import Hidden
 Scores = Literal["softmax", "sigmoid"]
 # Major versions of GPUs on which PyTorch groups products of bfloat16 without the host.
 GROUPED = (9, 10)
+# Options of `ModelConfig` and of `Experts` by one name: how a token chooses.
+ROUTING = (
+    "num_experts", "num_experts_per_tok", "scoring_func", "norm_topk_prob", "n_group", "topk_group",
+    "routed_scaling_factor",
+)  # fmt: skip
 # Added to the sum of the chosen scores; all of them may be zero.
 TINY = 1e-20
 

@@ -20,11 +20,15 @@ DASHES = ("--", ":", "-.")
 WIDTH, HEIGHT, DOTS_PER_INCH = 7.0, 4.2, 150
 
 
-def new_drawing(*, title: str, x: str, y: str) -> "tuple[Figure, Axes]":
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure of so many inches."""
     # A bare Figure leaves the global state of pyplot and the user's windows alone.
-    figure = require("matplotlib.figure").Figure(
-        figsize=(WIDTH, HEIGHT), dpi=DOTS_PER_INCH, layout="constrained"
-    )
+    kind: type[Figure] = require("matplotlib.figure").Figure
+    return kind(figsize=(width, height), dpi=DOTS_PER_INCH, layout="constrained")
+
+
+def new_drawing(*, title: str, x: str, y: str) -> "tuple[Figure, Axes]":
+    figure = new_figure(WIDTH, HEIGHT)
     axes = figure.add_subplot()
     dress(axes, title=title, x=x, y=y)
     return figure, axes
@@ -44,9 +48,7 @@ def dress(axes: "Axes", *, title: str, x: str, y: str) -> None:
 
 def new_grid(rows: int, columns: int, *, title: str) -> "tuple[Figure, list[list[Axes]]]":
     """A figure of several axes in the style, a list of them for each row."""
-    figure = require("matplotlib.figure").Figure(
-        figsize=(1.5 * WIDTH, 0.5 * HEIGHT * rows + 0.8), dpi=DOTS_PER_INCH, layout="constrained"
-    )
+    figure = new_figure(1.5 * WIDTH, 0.5 * HEIGHT * rows + 0.8)
     title = title.encode(errors="replace").decode()
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
     axes = figure.subplots(rows, columns, squeeze=False)

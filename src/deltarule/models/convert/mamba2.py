@@ -140,11 +140,6 @@ def write_experts(config: ModelConfig) -> Options:
     }  # fmt: skip
 
 
-def attention_scale(config: ModelConfig) -> float:
-    size = config.attention_head_dim or config.hidden_size
-    return config.attention_multiplier or size**-0.5
-
-
 GRANITE = (
     options.only({"normalization_function": "rmsnorm", "init_method": "mup"}),
     *hybrid.stream(),
@@ -156,7 +151,8 @@ GRANITE = (
     Entry(read_experts, write_experts),
     options.factor("embedding_multiplier"),
     options.factor("residual_multiplier"),
-    options.factor("attention_multiplier", value=attention_scale),
+    options.factor("attention_multiplier", value=lambda config:
+        config.attention_multiplier or (config.attention_head_dim or config.hidden_size) ** -0.5),
     Entry(
         lambda fields, found: {"lm_head_multiplier": 1 / fields.factor("logits_scaling")},
         lambda config: {"logits_scaling": digits(1 / config.lm_head_multiplier)},
