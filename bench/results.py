@@ -16,7 +16,7 @@ import torch
 import deltarule
 from bench.cases import OPERATIONS, Shape
 from bench.counts import count
-from deltarule.atomic_file import write_atomically
+from deltarule.atomic_file import write_json
 
 Row = dict[str, Any]
 # Peer, case and figures of one row.
@@ -127,8 +127,7 @@ def with_rates(row: Row, name: str) -> Row:
 
 def save(report: Row, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report, indent=1) + "\n"
-    write_atomically(path, lambda aside: aside.write_text(text))
+    write_json(path, report, indent=1)
 
 
 def load(path: Path) -> Row:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 import deltarule
 from bench.results import versions
-from deltarule.atomic_file import write_atomically
+from deltarule.atomic_file import write_text
 from deltarule.models import CheckpointError
 from deltarule.train.extra import MissingExtraError
 from deltarule.train.loop import InterruptedRunError
@@ -102,7 +102,7 @@ def write_json(path: Path, content: Record) -> None:
     # A line for each entry of the whole: long lists of numbers would else fill a page each.
     entries = [f"{json.dumps(key)}: {json.dumps(content[key], allow_nan=False)}" for key in content]
     text = "{\n" + ",\n".join(entries) + "\n}\n"
-    write_atomically(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+    write_text(path, text)
 
 
 def read_json(path: Path) -> Record:

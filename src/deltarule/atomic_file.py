@@ -1,6 +1,7 @@
 """Files and folders that are whole at any moment: written aside, fsynced, moved into place."""
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -31,6 +32,14 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         aside.unlink(missing_ok=True)
     if os.name == "posix":
         sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_atomically(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, content: object, indent: int = 2) -> None:
+    write_text(path, json.dumps(content, indent=indent) + "\n")
 
 
 @contextlib.contextmanager

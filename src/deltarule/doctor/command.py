@@ -1,7 +1,5 @@
 """`deltarule doctor`: examine configurations, show progress, keep what was found."""
 
-import contextlib
-import json
 import math
 import os
 import sys
@@ -9,11 +7,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from deltarule.atomic_file import write_atomically
+from deltarule.atomic_file import write_json
 from deltarule.doctor.examine import (
     Configuration,
     Verdict,
@@ -28,6 +25,7 @@ from deltarule.ops.delta_rule.implementations import configuration_name
 from deltarule.ops.runtime.machine import failures, findings_file, identity, load_findings
 from deltarule.processes import each_apart
 from deltarule.train.extra import require
+from deltarule.train.progress import make_progress
 
 NO_GPU = (
     "doctor runs the GPU kernels beside their definition, and PyTorch sees no CUDA device here: "
@@ -129,28 +127,21 @@ def keep_verdicts(found: Iterable[Verdict]) -> Path:
     }
     path = findings_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"machine": identity(), "doctor": verdicts}, indent=1) + "\n"
-    write_atomically(path, lambda aside: aside.write_text(text))
+    write_json(path, {"machine": identity(), "doctor": verdicts}, indent=1)
     failures.cache_clear()
     return path
 
 
 def shown(verdicts: Iterator[Verdict], total: int) -> Iterator[Verdict]:
-    """Pass verdicts on under a bar of progress, or as plain lines where there is no terminal."""
+    """Pass verdicts on, each told on a line; a terminal has a bar for those that passed."""
     live = sys.stdout.isatty()
-    bar: Any = require("rich.progress").Progress() if live else contextlib.nullcontext()
-    with bar as progress:
-        task = progress.add_task("examined", total=total) if live else None
-        for verdict in verdicts:
+    with make_progress(total, what="examined") as bar:
+        for count, verdict in enumerate(verdicts, 1):
             state = "passed" if verdict.passed else "FAILED"
-            line = (
-                f"{state}  {verdict.name}  {verdict.times_bar:.2f} of the bar  "
-                f"{verdict.seconds:.1f} s  {verdict.error or ''}"
-            )
-            if not live:
-                print(line, flush=True)
-            else:
-                progress.advance(task)
-                if not verdict.passed:
-                    progress.console.print(line, highlight=False)
+            if not (live and verdict.passed):
+                bar.note(
+                    f"{state}  {verdict.name}  {verdict.times_bar:.2f} of the bar  "
+                    f"{verdict.seconds:.1f} s  {verdict.error or ''}"
+                )
+            bar.update(count, {})
             yield verdict

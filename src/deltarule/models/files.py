@@ -1,6 +1,5 @@
 """A model on disk: config.json and model.safetensors, each written whole; nothing is unpickled."""
 
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deltarule.atomic_file import write_atomically
+from deltarule.atomic_file import write_atomically, write_json
 from deltarule.json_file import fitted, parse_object, read_text
 
 CONFIG = "config.json"
@@ -57,15 +56,7 @@ def write_model(
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # Other readers of safetensors expect to be told which framework's layout it is.
     write_atomically(folder / WEIGHTS, lambda path: save_file(on_cpu, path, {"format": "pt"}))
-    write_atomically(folder / CONFIG, lambda path: write_text(path, json_text(config)))
-
-
-def json_text(fields: Mapping[str, Any]) -> str:
-    return json.dumps(fields, indent=2) + "\n"
-
-
-def write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_json(folder / CONFIG, config)
 
 
 @contextmanager

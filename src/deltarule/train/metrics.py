@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from deltarule.atomic_file import write_atomically
+from deltarule.atomic_file import write_text
 from deltarule.errors import reason
 from deltarule.json_file import fitted, parse_object
-from deltarule.models.files import write_text
 from deltarule.nn.checks import check_least
 from deltarule.train.extra import require
 
@@ -41,7 +40,7 @@ class Metrics:
             return
         rows = [row for row in read_metrics(path) if row["step"] <= after]
         kept = "".join(_line(row) for row in rows)
-        write_atomically(path, lambda aside: write_text(aside, kept))
+        write_text(path, kept)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:

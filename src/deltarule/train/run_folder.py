@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError
 
 import deltarule
-from deltarule.atomic_file import write_atomically
+from deltarule.atomic_file import write_json
 from deltarule.config_file import flat
 from deltarule.errors import INTERRUPTED, StoppedRunError, reason
 from deltarule.json_file import fitted, parse_object, read_text
-from deltarule.models.files import naming, write_text
+from deltarule.models.files import naming
 from deltarule.parallel import World
 from deltarule.train.checkpoint import checkpoint_steps
 
@@ -267,8 +267,7 @@ def was_begun(run: Any, command: str) -> bool:
 
 
 def write_run(folder: Path, record: RunRecord) -> None:
-    text = json.dumps(dataclasses.asdict(record), indent=2) + "\n"
-    write_atomically(folder / RUN, lambda path: write_text(path, text))
+    write_json(folder / RUN, dataclasses.asdict(record))
 
 
 def read_run(folder: Path) -> RunRecord:

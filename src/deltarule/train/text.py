@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deltarule.atomic_file import write_atomically
+from deltarule.atomic_file import write_text
 from deltarule.models import CausalLM
-from deltarule.models.files import CONFIG, write_text
+from deltarule.models.files import CONFIG
 from deltarule.nn.checks import check_least, check_multiple
 from deltarule.ops.context import make_context
 from deltarule.parallel import MeshOptions, World
@@ -225,7 +225,7 @@ def train_text(run: TextRun) -> Path:
         print(for_screen(f"data    {read.facts.source}: {documents}, {read.facts.bytes:,} bytes"))
         rest = f"of the rest, {read.validation.num_bytes:,} to validate on"
         print(for_screen(f"        {read.training.num_bytes:,} bytes to train on; {rest}"))
-        write_atomically(folder / CONFIG, lambda path: write_text(path, config.to_json()))
+        write_text(folder / CONFIG, config.to_json())
         if read.encoder is not None:
             read.encoder.save(folder)
 

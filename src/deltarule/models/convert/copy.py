@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.atomic_file import new_folder
+from deltarule.atomic_file import new_folder, write_json
 from deltarule.models import files
 from deltarule.models.causal_lm import without_memory
 from deltarule.models.convert.layout import Layout, shapes_of, stored, written
@@ -93,8 +93,8 @@ def convert(
                     progress(done, total)
         if len(shards) > 1:
             index_of = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            files.write_text(folder / files.INDEX, files.json_text(index_of))
-        files.write_text(folder / files.CONFIG, files.json_text(target.fields))
+            write_json(folder / files.INDEX, index_of)
+        write_json(folder / files.CONFIG, target.fields)
         for name in _BESIDE:
             if (Path(source) / name).is_file():
                 shutil.copyfile(Path(source) / name, folder / name)
