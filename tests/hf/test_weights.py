@@ -1,6 +1,7 @@
 """Checkpoints of transformers' own classes: read, written, and equal to the classes' logits."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import re
@@ -137,6 +138,31 @@ def test_the_round_trip_is_bit_equal_and_transformers_reads_it(case, tmp_path):
         expected = theirs(x, use_cache=False).logits
         # Its chunks may have another size.
         close(again(x, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("falcon_h1", {}),
+        ("granitemoehybrid", {"position_embedding_type": "rope"}),
+        ("minimax", {}),
+        ("olmo_hybrid", {"linear_value_head_dim": 16}),
+    ],
+)
+def test_a_share_of_turned_channels_that_the_class_does_not_know_is_refused(
+    name, options, tmp_path
+):
+    rope, x = {"rope_type": "default", "rope_theta": 500.0}, tokens(1, 20)
+    part = rope | {"partial_rotary_factor": 0.5}
+    models = [tiny(name, rope_parameters=one, **options) for one in (rope, part)]
+    whole, theirs = (model(x, use_cache=False).logits for model in models)
+    assert torch.equal(whole, theirs)
+    read, partly = (json.loads(model.config.to_json_string(use_diff=False)) for model in models)
+    with pytest.raises(ValueError, match="partial_rotary_factor must be 1 in this family"):
+        family_of(partly).config(partly)
+    config = dataclasses.replace(family_of(read).config(read), partial_rotary_factor=0.5)
+    with pytest.raises(ValueError, match="no word for this model: partial_rotary_factor must be 1"):
+        CausalLM(config).save(tmp_path / "ours", name)
 
 
 def test_kimi_linear_with_a_lower_bound_of_its_decay(monkeypatch, tmp_path):

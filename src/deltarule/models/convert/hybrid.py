@@ -77,23 +77,23 @@ def layers(recurrent: str, is_full: Callable[[Fields], Callable[[int], bool]]) -
 
 
 def read_rope(fields: Fields, share: float) -> Options:
-    """Wavelengths and the share of channels that turn; without `rope_parameters` in either form."""
+    """Wavelengths and the share of channels that turn; a class that turns all knows no other."""
     fields.only("rope_scaling", None)
     rope = fields.inside("rope_parameters")
     rope.only("rope_type", "default")
     # Of images and videos; the positions of text are the same on all axes.
     rope.drop("mrope_section", "mrope_interleaved", "type")
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    factor = fields.number("partial_rotary_factor", share)
-    factor = rope.number("partial_rotary_factor", factor)
+    factor = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", share))
+    if share == 1 != factor:
+        raise ValueError(f"partial_rotary_factor must be 1 in this family, got {factor}")
     rope.done()
     return {"rope_theta": float(theta), "partial_rotary_factor": factor}
 
 
 def write_rope(config: ModelConfig) -> Options:
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    share = {"partial_rotary_factor": config.partial_rotary_factor}
-    return {"rope_parameters": rope | share}
+    rope = {"rope_theta": config.rope_theta, "partial_rotary_factor": config.partial_rotary_factor}
+    return {"rope_parameters": {"rope_type": "default"} | rope}
 
 
 def rope(share: float) -> Entry:

@@ -113,8 +113,8 @@ BAMBA = (
 
 
 def read_positions(fields: Fields, found: Options) -> Options:
-    turned = fields.take("position_embedding_type") == "rope"
-    return hybrid.read_rope(fields, 1.0) | ({} if turned else {"partial_rotary_factor": 0.0})
+    share = float(fields.take("position_embedding_type") == "rope")
+    return hybrid.read_rope(fields, share) | ({} if share else {"partial_rotary_factor": 0.0})
 
 
 def read_experts(fields: Fields, found: Options) -> Options:
