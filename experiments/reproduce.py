@@ -17,6 +17,7 @@ import torch
 
 import deltarule
 from bench.results import versions
+from deltarule.nearest import nearest
 from deltarule.nn.checks import check_least
 from deltarule.train.device import choose_device
 from deltarule.train.extra import require
@@ -104,7 +105,13 @@ def reproduce(run: ReproduceRun) -> Path:
 
 def chosen(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
     """The cells that a pattern fits, in the order of the patterns; without patterns all."""
-    fitting = [c for start in only or [""] for c in cells if fnmatchcase(c.name, f"{start}*")]
+    fitting: list[Cell] = []
+    for start in only or [""]:
+        some = [cell for cell in cells if fnmatchcase(cell.name, f"{start}*")]
+        if not some:
+            hint = nearest(start, [cell.name for cell in cells], before=": ")
+            raise ValueError(f"--only {start}: the name of no cell begins so{hint}")
+        fitting += some
     return list(dict.fromkeys(fitting))
 
 

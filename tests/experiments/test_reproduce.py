@@ -89,6 +89,8 @@ def test_only_some_cells_and_then_the_rest(cells, capsys):
     four = [Tiny(name) for name in ("a-x", "a-y", "b-x", "b-y")]
     assert [c.name for c in chosen(four, ("*-y", "b"))] == ["a-y", "b-y", "b-x"]
     assert chosen(four, ()) == four
+    with pytest.raises(ValueError, match="--only b-z: the name of no cell begins so"):
+        chosen(four, ("a", "b-z"))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
