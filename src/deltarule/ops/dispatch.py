@@ -150,12 +150,13 @@ class CallKey(NamedTuple):
 
 def call_key(arguments: Iterable[Any], *others: Hashable) -> CallKey | None:
     """The key of a call with these tensors and numbers; None if one is more than a tensor."""
-    given, key = list[Tensor](), [*others]
+    # list[Tensor]() would make the type in every call, which takes as long as a tensor's key.
+    given, key = [], [*others]
     for x in arguments:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
             given.append(x)
-            key += x.dtype, x.shape, x.stride(), x.device
+            key += x.dtype, x.shape, x.stride(), x.get_device()
         elif kind in NUMBERS:
             key.append(x)
         else:

@@ -35,14 +35,12 @@ class Repeated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        *given, recording, key = args
-        numbers = *given[9:], True, "triton"
+        *given, (recording, key, ctx.numbers) = args
         outputs = recording.repeated(key)
         if outputs is None:
-            outputs = recurrence.run_forward((*given[:9], *numbers))
+            outputs = recurrence.run_forward((*given, *ctx.numbers))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(outputs[2], *given[:9])
-        ctx.numbers = numbers
+        ctx.save_for_backward(outputs[2], *given)
         ctx.key, ctx.addresses = key.key, [outputs[2].data_ptr(), *key.addresses]
         return outputs[0], outputs[1]
 
@@ -57,7 +55,7 @@ class Repeated(torch.autograd.Function):
             found = known[0].repeated(known[1])
         if found is None:
             found = recurrence.derivatives(ctx, kept, gradients)
-        return *found[:8], *[None] * 7
+        return *found[:8], None, None
 
 
 apply = direct(Repeated)
@@ -110,7 +108,8 @@ def repeated(
     if key.key[-1]:
         n_steps, scale, *flags = options
         scale = tensors[0].shape[3] ** -0.5 if scale is None else scale
-        return RecurrentOutput(*apply(*tensors, n_steps, scale, *flags, recording, key))
+        numbers = n_steps, scale, *flags, True, "triton"
+        return RecurrentOutput(*apply(*tensors, (recording, key, numbers)))
     outputs = recording.repeated(key)
     return None if outputs is None else RecurrentOutput(outputs[0], outputs[1])
 

@@ -80,7 +80,7 @@ class Recording(NamedTuple):
             return self.launched(call)
 
     def launched(self, call: CallKey) -> Outputs:
-        made, addresses = list[Tensor | None](), call.addresses.copy()
+        made, addresses = [], call.addresses.copy()
         for of in self.made:
             made.append(x := None if of is None else torch.empty_like(of))
             addresses.append(0 if x is None else x.data_ptr())
