@@ -13,6 +13,7 @@ from promised import promised
 
 promised("triton")
 
+from deltarule.ops.delta_rule.gluon import stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes, windows
 from deltarule.ops.delta_rule.triton import plan as launch
@@ -65,6 +66,29 @@ def cut_into(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cut = windows.cut_into
     by_head = lambda call: None if call.inputs.by_channel else cut(call, parts)  # noqa: E731
     monkeypatch.setattr(windows, "windows_of", by_head)
+
+
+@pytest.mark.parametrize("most", [2**30, 0])
+def test_a_forward_in_one_kernel_is_taken_again(most, monkeypatch) -> None:
+    def forward(call, save):
+        if not save:
+            passes.keep(call, save)
+        passes.scores(call)
+        taken.append(save)
+        return passes.scan(call, output=True)
+
+    taken: list[bool] = []
+    monkeypatch.setattr(passes, "fused_stage", lambda _: stage)
+    monkeypatch.setattr(stage, "forward", forward)
+    monkeypatch.setattr(stage, "pays", lambda *_: True)
+    monkeypatch.setattr(stage, "taken_in_parts", lambda inputs, _: inputs)
+    monkeypatch.setattr(stage, "MOST_AGAIN", most)
+    cut_into(2, monkeypatch)
+    inputs, weighted = drawn({"tokens": 130}, torch.float32)
+    whole = gradients(inputs, weighted, True)
+    assert all(map(torch.equal, whole, gradients(inputs, weighted, False)))
+    # The two forwards, and the one that keeps in the second backward.
+    assert taken == [True, False, True][: 3 if most else 2]
 
 
 @interpreted

@@ -15,7 +15,7 @@ from deltarule.ops.delta_rule.gluon.forward import forward_kernel
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES
 from deltarule.ops.delta_rule.gluon.norms import inverse_norms_kernel
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.passes import compiled_first, contiguous
+from deltarule.ops.delta_rule.triton.passes import compiled_first, contiguous, keep, kept_layout
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks, make_plan
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture, power_of_two
 from deltarule.ops.dispatch import constant_when_compiled
@@ -296,6 +296,20 @@ def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     call.once(forward_launch, save)((inputs.sequences * value_heads, 1, 1), *given)
     return o, final
+
+
+# Bytes that a backward may compute again at once: those of one layer. For more it takes windows.
+MOST_AGAIN = 2**30
+
+
+def kept_again(call: Call, nothing: Tensor) -> Tensor:
+    """What the forward would have kept, to the bit, where it pays."""
+    size = 4 * call.once(kept_layout, True).elements
+    if size > MOST_AGAIN or not pays(call.inputs, call.plan, True):
+        return nothing
+    kept = keep(call, True)
+    forward(call, True)
+    return kept
 
 
 def forward_of(inputs: Inputs) -> Outputs:

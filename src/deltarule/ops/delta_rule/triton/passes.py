@@ -97,6 +97,8 @@ def fused_stage(inputs: Inputs) -> Any:
 def backward_stages(inputs: Inputs, d_o: Tensor, d_final: Tensor | None, saved: Tensor) -> Outputs:
     """Gradients by the tensors that were given; what was not saved is computed again."""
     call = call_back(inputs, plan.make_plan(inputs))
+    if not saved.numel() and (fused := fused_stage(inputs)) is not None:
+        saved = fused.kept_again(call_of(call.inputs, True), saved)
     if saved.numel():
         call = call_of(call.inputs, True)
     return gradients(call, begin_back(call, d_o, d_final, saved))
