@@ -252,6 +252,22 @@ def saved(case: Case) -> dict[str, Tensor]:
     return shapes
 
 
+def test_norms_that_a_forward_left_are_not_computed_again(monkeypatch) -> None:
+    launched: list[Tensor] = []
+    inputs = inputs_of(case_of("head", "tied", normalize_qk=True))
+    monkeypatch.setattr(passes, "fused_stage", lambda _: stage)
+    monkeypatch.setattr(stage, "pays", lambda *_: True)
+    launch = lambda grid, q, k, norms, rows: launched.append(norms)  # noqa: E731
+    monkeypatch.setattr(stage, "norms_launch", lambda _: launch)
+    call = Call(inputs, new_plan(inputs))
+    kept = torch.empty(kept_shapes(call, True)["norms"][0])
+    # A forward; a backward of what it kept, and one that computes it again.
+    for again, launches in ((None, 1), (False, 1), (True, 2)):
+        call.values |= {"norms": kept, "again": again}
+        assert stage.norms_of(call) is kept
+        assert [*map(id, launched)] == [id(kept)] * launches
+
+
 @pytest.mark.parametrize("size", [64, 96, 128])
 @pytest.mark.parametrize(
     ("decay", "erase"), [(d, e) for d in ("none", "head") for e in ("none", "tied")]

@@ -16,7 +16,7 @@ from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES
 from deltarule.ops.delta_rule.gluon.norms import inverse_norms_kernel
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.passes import compiled_first, contiguous, keep, kept_layout
-from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks, make_plan
+from deltarule.ops.delta_rule.triton.plan import Call, Plan, Shapes, blocks, make_plan
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture, power_of_two
 from deltarule.ops.dispatch import constant_when_compiled
 from deltarule.ops.runtime.gluon_tiles import FusedLaunch
@@ -262,13 +262,24 @@ def of_states(inputs: Inputs, tile: list[int]) -> tuple[Width, list[int]]:
 
 def norms_of(call: Call) -> Tensor | None:
     """1 / |q| and 1 / |k| [B, T, H, 1 + n_steps] with `normalize_qk`, by `inverse_norms_kernel`."""
-    inputs = call.inputs
-    if not inputs.normalize_qk:
-        return None
-    rows = inputs.q.numel() // inputs.q.shape[3]
-    norms = call.empty((rows, 1 + inputs.n_steps))
+    inputs, norms = call.inputs, call["norms"]
+    # In the backward of what is kept they are there.
+    if not inputs.normalize_qk or (norms is not None and call["again"] is False):
+        return norms
+    if norms is None:
+        norms = call.empty(norms_shape(inputs))
+    rows = len(norms)
     call.once(norms_launch)((blocks(rows, NORM_ROWS), 1, 1), inputs.q, inputs.k, norms, rows)
     return norms
+
+
+def norms_shape(inputs: Inputs) -> tuple[int, ...]:
+    return inputs.q.numel() // inputs.q.shape[3], 1 + inputs.n_steps
+
+
+def kept_norms(inputs: Inputs, plan: Plan) -> Shapes:
+    """Where the forward is this kernel, the backward needs not compute them again."""
+    return {"norms": (norms_shape(inputs), torch.float32)} if pays(inputs, plan, True) else {}
 
 
 def norms_launch(call: Call) -> Launch:

@@ -210,6 +210,8 @@ def kept_shapes(call: Call, save: bool) -> Shapes:
         if inputs.beta is not None or inputs.a is not None:
             errors = *states[:2], planned.sizes["BT"], inputs.v.shape[3]
             shapes["errors"] = errors, inputs.q.dtype
+        if inputs.normalize_qk and (fused := fused_stage(inputs)) is not None:
+            shapes |= fused.kept_norms(inputs, planned)
     return shapes
 
 
