@@ -16,7 +16,8 @@ from deltarule.ops.fused.cross_entropy import cross_entropy
 from deltarule.ops.fused.few_rows_triton import few_rows
 from deltarule.ops.fused.gates import log_decay, write_strength
 from deltarule.ops.fused.likeliest_triton import likeliest
-from deltarule.ops.fused.norms import gated_norm, residual_norm
+from deltarule.ops.fused.norms import GatedNorm, gated_norm, residual_norm
+from deltarule.ops.fused.norms_triton import gated_norm_gradients
 from deltarule.ops.fused.one_row_triton import normed_row, one_row
 from deltarule.ops.fused.short_conv import short_conv
 from deltarule.ops.fused.swiglu import swiglu
@@ -201,6 +202,10 @@ FUSED = {
     "conv, step": (0, convolution_step, STREAMS),
     "norm": (1, gated_norm, HEADS, torch.empty_like(HEADS), torch.empty(128), 1e-5, "silu", False),
     "residual norm": (2, residual_norm, CHANNELS[0], CHANNELS[1], torch.empty(2048), 1e-5),
+    "norm made again": (
+        0, gated_norm_gradients, GatedNorm(HEADS, HEADS, halves(128), 1e-5, "silu", False), HEADS,
+        None, True,
+    ),
     "swiglu": (1, swiglu, halves(64, 5472), halves(64, 5472)),
     "swiglu and its products": (
         1, GatedProducts.apply, halves(64, 2048), ONE_ROW.mT.contiguous(), halves(5472, 2048),

@@ -145,15 +145,16 @@ class NormedProduct(torch.autograd.Function):
         from deltarule.ops.fused import norms_triton as kernels
 
         x, gate, weight, matrix, n = ctx.saved_tensors
-        norm, d_matrix = fused.GatedNorm(x, gate, weight, *ctx.numbers), None
-        d_rows = d_y.flatten(0, -2)
-        if ctx.needs_input_grad[3]:
-            (n,) = kernels.gated_norm(norm) if n is None else (n,)
-            d_matrix = d_rows.mT @ n.view(-1, matrix.shape[1])
-        d_n, d_gate = (d_rows @ matrix).view(x.shape), None
+        norm, d_rows = fused.GatedNorm(x, gate, weight, *ctx.numbers), d_y.flatten(0, -2)
+        d_n, d_gate, d_matrix = (d_rows @ matrix).view(x.shape), None, None
         if gate is not None and ctx.slot is not None:
             d_gate = ctx.slot(gate.flatten(-2)).view(gate.shape)
-        d_x, made, d_weight = kernels.gated_norm_gradients(norm, d_n, d_gate)
+        learns = ctx.needs_input_grad[3]
+        # dn is not read again: n takes its place.
+        remakes = learns and n is None
+        d_x, made, d_weight = kernels.gated_norm_gradients(norm, d_n, d_gate, remakes)
+        if learns:
+            d_matrix = d_rows.mT @ (d_n if remakes else n).view(-1, matrix.shape[1])
         return d_x, made if d_gate is None else d_gate, d_weight, d_matrix, None, None, None, None
 
 

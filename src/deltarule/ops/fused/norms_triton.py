@@ -121,12 +121,12 @@ def gated_norm_kernel(
 # Lengths change from call to call; none is worth a kernel of its own.
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def gated_norm_backward_kernel(
-    d_y, x, gate, weight, d_x, d_gate, d_weight, rows, tiles, eps,
+    d_y, x, gate, weight, y, d_x, d_gate, d_weight, rows, tiles, eps,
     s_dy_m, s_dy_h, s_x_m, s_x_h, s_gate_m, s_gate_h, s_dg_m, s_dg_h,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
     ACTIVATION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """`tiles` times BR rows, and their part of d weight.
+    """`tiles` times BR rows, and their part of d weight; y, if it is asked for, is made again.
 
     dn = weight * activation(gate) * dy        dx = (dn - n mean(n dn)) / sqrt(mean(x^2) + eps)
     """
@@ -151,6 +151,11 @@ def gated_norm_backward_kernel(
             p_dg = rows_of(d_gate, r, s_dg_m, s_dg_h, H) + o_v[None, :]
             tl.store(p_dg, b_dgate.to(d_gate.dtype.element_ty), mask=m)
             b_dy *= b_value
+        if y is not None:
+            b_y = b_n * b_w
+            if ACTIVATION != "none":
+                b_y *= b_value
+            tl.store(y + o_out, b_y.to(y.dtype.element_ty), mask=m)
         b_dw += b_dy * b_n
         b_dn = b_dy * b_w
         b_dx = b_r * (b_dn - b_n * (tl.sum(b_n * b_dn, axis=1, keep_dims=True) / V))
@@ -175,9 +180,12 @@ def gated_norm_backward(given: Backward[GatedNorm]) -> Gradients:
 
 @Recorded
 def gated_norm_gradients(
-    inputs: GatedNorm, d_y: Tensor, d_gate: Tensor | None = None
+    inputs: GatedNorm, d_y: Tensor, d_gate: Tensor | None = None, remakes: bool = False
 ) -> Gradients:  # fmt: skip
-    """The same from the gradient by y; a given d_gate is written, and not returned."""
+    """The same from the gradient by y; a given d_gate is written, and not returned.
+
+    remakes: y takes the place of d_y, which lies in one piece.
+    """
     values, d_y = arguments(inputs, False), heads_of(d_y)
     gate, made = inputs.gate, None
     if gate is not None and d_gate is None:
@@ -189,6 +197,7 @@ def gated_norm_gradients(
         by_head = d_y if d_gate is None else heads_of(d_gate)
         values |= {"d_y": d_y, "s_dy_m": d_y.stride(0), "s_dy_h": d_y.stride(1), "tiles": tiles}
         values |= {"d_x": d_x, "d_gate": d_gate, "d_weight": d_weight}
+        values["y"] = d_y if remakes else None
         values |= {"s_dg_m": by_head.stride(0), "s_dg_h": by_head.stride(1)}
         launch(gated_norm_backward_kernel, (programs, 1, 1), values)
     return d_x, made, sum_of_parts(d_weight, inputs.weight)
