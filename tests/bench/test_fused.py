@@ -11,7 +11,7 @@ promised("triton")
 
 from deltarule import slstm
 from deltarule.ops.delta_rule.gluon import stage
-from deltarule.ops.slstm import api, registered
+from deltarule.ops.slstm import api
 from deltarule.ops.slstm.triton import split
 
 
@@ -56,9 +56,9 @@ def test_each_side_is_what_it_says(monkeypatch):
 
     def found(backend, inputs):
         ran.append((backend, split.takes(inputs)))
-        return registered.plain
+        return api.plain
 
-    monkeypatch.setattr(registered, "backend_of", found)
+    monkeypatch.setattr(api, "backend_of", found)
     monkeypatch.setattr(split, "IN_TURNS", True)
     monkeypatch.setitem(bench_slstm.HEADS, 16, 1)
     runs = api.IMPLEMENTATIONS["triton"]._replace(why_not=lambda inputs: None)

@@ -93,9 +93,9 @@ def test_where_somebody_watches_there_is_none(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "change",
     [lambda x: x.double(), lambda x: x[:, :2], lambda x: x.mT.contiguous().mT,
-     lambda x: x[:, :, :1], lambda x: x.to("meta")],
+     lambda x: x[:, :, :1]],
 )  # fmt: skip
-def test_keys_tell_types_shapes_strides_and_devices_apart(change) -> None:
+def test_keys_tell_types_shapes_and_strides_apart(change) -> None:
     x = torch.zeros(1, 4, 2, 8)
     assert key_of(x, x.clone()).key == key_of(x, x).key
     assert key_of(x, change(x)).key != key_of(x, x).key
