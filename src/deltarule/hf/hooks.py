@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from deltarule.ops.history import sequence_of
+
 AFRESH = "packed documents start afresh: give them without past_key_values or cache_params"
 # What arguments of transformers are called that hold a cache: the first since 5.24.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -183,8 +185,7 @@ def with_documents(create: Callable[..., Any]) -> Callable[..., Any]:
 def positions(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:
     """[B, T] each token's place in its document."""
     token = torch.arange(batch * tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    document = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
-    return (token - cu_seqlens[document]).view(batch, tokens)
+    return (token - cu_seqlens[sequence_of(cu_seqlens, len(token))]).view(batch, tokens)
 
 
 def remembering(checkpoint: Any, function: Any, *args: Any) -> Any:

@@ -4,7 +4,6 @@ y = x W^T        h = SiLU(x W_gate^T) * x W_up^T
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.ops.dispatch import are_plain_eager
-from deltarule.ops.fused_kernels import why_not_fused
+from deltarule.ops.fused_kernels import is_hopper, why_not_fused
 
 # With 64, cuBLAS is faster.
 MOST_ROWS = 32
@@ -57,11 +56,6 @@ def kernel_rows(x: Tensor, *weights: Tensor) -> int:
     if rows > 1 and (x.dtype.itemsize != 2 or size % 8 or not is_hopper(x.device)):
         return 0
     return rows if why_not_fused(x) is None and are_plain_eager((x, *weights)) else 0
-
-
-@cache
-def is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def as_one(weights: Sequence[Tensor]) -> Tensor | None:

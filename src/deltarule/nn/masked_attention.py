@@ -19,6 +19,7 @@ from deltarule.nn.layout import Layout
 from deltarule.nn.state import LentState, State
 from deltarule.ops.context import Context
 from deltarule.ops.dispatch import constant_when_compiled
+from deltarule.ops.history import sequence_of
 
 # Rows of queries whose mask is made at once.
 ROWS = 512
@@ -182,8 +183,7 @@ def visible_up_to(
         return 0, None
     document, start = None, 0
     if context.offsets is not None:
-        ends = torch.tensor(context.offsets[1:], device=device)
-        document = torch.searchsorted(ends, torch.arange(context.last, device=device), right=True)
+        document = sequence_of(torch.tensor(context.offsets, device=device), context.last)
         start = context.first - context.position
     sight = Sight(context.last, context.last, device, window, document)
     lowest, visible = sight.mask(context.first, context.last)

@@ -72,7 +72,7 @@ class TTTLinear(MemoryMixer):
 
     def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
         y: Tensor = self.o_norm(o.flatten(-2))
-        return y if gate is None else y * ACTIVATIONS["gelu"](gate.flatten(-2))
+        return y if gate is None else y * ACTIVATIONS[self.gate_activation](gate.flatten(-2))
 
     def map_sizes(self) -> list[tuple[int, int]]:
         return [(self.head_k_dim, self.head_k_dim + 1)]

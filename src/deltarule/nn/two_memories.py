@@ -15,6 +15,7 @@ from deltarule.nn.layout import Layout, silence_padding, split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.rule import Arguments, System
 from deltarule.ops.context.rows import one_of_each
+from deltarule.ops.history import sequence_of
 
 # Keeps most decays near one, whatever the logit.
 TEMPERATURE = 8
@@ -144,7 +145,7 @@ def running_log_sum(x: Tensor, layout: Layout) -> Tensor:
     place = torch.arange(x.shape[1], device=x.device)
     if layout.cu_seqlens is not None:
         offsets = layout.cu_seqlens + torch.arange(len(layout.cu_seqlens), device=x.device)
-        place = place - offsets[torch.searchsorted(offsets[1:], place, right=True)]
+        place = place - offsets[sequence_of(offsets, len(place))]
     shift = 1
     while shift < x.shape[1]:
         earlier = F.pad(x[:, :-shift], (0, 0, shift, 0), value=LOG_ZERO)

@@ -1,5 +1,7 @@
 """Whether a GPU kernel takes a tensor: those of fused maps, of memories, of pools."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,11 @@ def kernel_runs(x: Tensor, why_not: str | None) -> bool:
     if why_not is not None and x.is_cuda:
         warn_slow("torch", why_not)
     return why_not is None
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def as_rows(x: Tensor, axes: int = 1) -> Tensor:

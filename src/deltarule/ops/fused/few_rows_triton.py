@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deltarule.ops.fused import convolution_step_triton as convolution
 from deltarule.ops.fused.convolution_step_triton import Within
+from deltarule.ops.fused_kernels import is_hopper
 from deltarule.ops.runtime.chained import chained, counters, let_next_start, wait_for_last
 from deltarule.ops.runtime.launch import ALIGNED
 from deltarule.ops.runtime.named import launch
@@ -151,4 +152,4 @@ def takes_ring(x: Tensor, weight: Tensor) -> bool:
     if not x.is_cuda or len(x) <= NARROW or x.dtype.itemsize != 2 or x.shape[1] % 8:
         return False
     aligned = (x.data_ptr() | weight.data_ptr()) % ALIGNED == 0
-    return aligned and torch.cuda.get_device_capability(x.device)[0] == 9
+    return aligned and is_hopper(x.device)
