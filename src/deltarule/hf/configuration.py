@@ -72,7 +72,4 @@ class DeltaruleConfig(PreTrainedConfig):  # type: ignore[misc]
         Raises:
             ValueError: An option is missing or refused; the message names it as `ModelConfig` does.
         """
-        fields = {field.name: getattr(self, theirs) for theirs, field in _FIELDS.items()}
-        # JSON has lists alone.
-        lists = {name: tuple(x) for name, x in fields.items() if isinstance(x, list)}
-        return ModelConfig(**fields | lists)
+        return ModelConfig.from_fields({name: getattr(self, name) for name in _FIELDS})
