@@ -10,7 +10,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,11 +33,11 @@ MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 
 
 class Checkpoint(NamedTuple):
-    """What was read: the step, the JSON state, and the tensors, if one process wrote them."""
+    """One whose files have the hashes they were written with: its step and its JSON state."""
 
+    folder: Path
     step: int
     state: dict[str, Any]
-    tensors: Tensors
 
 
 class Checkpoints:
@@ -48,9 +48,6 @@ class Checkpoints:
     what a kill leaves behind is hidden, and the next start removes it. The step `spared` is kept
     whatever comes after it.
     """
-
-    # Of parameters that are split with an axis of steps.
-    stepped: Collection[str] = ()
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         if keep < 1:
@@ -104,13 +101,13 @@ class Checkpoints:
         return checkpoint_steps(self.folder)
 
     def newest(self) -> Checkpoint | None:
-        return newest_checkpoint(self.folder)
+        return newest_checkpoint(self.folder, self.read)
 
-    def weights_of(self, step: int) -> Checkpoint:
-        return read_checkpoint(self.folder / f"step-{step}", optimizer=False)
+    def read(self, folder: Path, *, optimizer: bool = True) -> Checkpoint:
+        return read_checkpoint(folder, optimizer=optimizer)
 
-    def fill(self, checkpoint: Checkpoint, wanted: Tensors) -> None:
-        fill(self.folder / f"step-{checkpoint.step}", checkpoint, wanted, self.stepped)
+    def fill(self, folder: Path, wanted: Tensors) -> None:
+        fill(folder, wanted)
 
     def remove(self, target: Path) -> None:
         """Hide a folder by renaming it first: a kill midway must not leave half of a `step-N`."""
@@ -126,19 +123,25 @@ def checkpoint_steps(folder: Path) -> list[int]:
     return sorted(steps - {-1})
 
 
-def newest_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint | None:
-    """The newest checkpoint whose files have the hashes they were written with, or None.
+def newest_checkpoint(
+    folder: Path,
+    read: Callable[[Path], Checkpoint],
+    steps: Sequence[int] | None = None,
+    *,
+    quiet: bool = False,
+) -> Checkpoint | None:
+    """The newest checkpoint that can be read, of these steps or of all there are, or None.
 
     If there are some, and every one of them is damaged, that is a `CheckpointError`.
     """
     failures: list[str] = []
-    for step in reversed(checkpoint_steps(folder)):
+    for step in reversed(checkpoint_steps(folder) if steps is None else steps):
         try:
-            newest = read_checkpoint(folder / f"step-{step}", optimizer=optimizer)
-        except CheckpointError as error:
+            newest = read(folder / f"step-{step}")
+        except ValueError as error:
             failures.append(str(error))
             continue
-        for failure in failures:
+        for failure in failures if not quiet else ():
             print(f"note: skipped a damaged checkpoint: {failure}")
         return newest
     if failures:
@@ -146,20 +149,18 @@ def newest_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint | N
     return None
 
 
-def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
+def read_checkpoint(
+    folder: Path, *, optimizer: bool = True, share: slice = slice(None)
+) -> Checkpoint:
+    """Check the hashes of a share of the files, and read all but the tensors."""
     step, hashes = read_marker(folder)
-    if not optimizer:
-        hashes.pop(OPTIMIZER, None)
-    for name, expected in hashes.items():
+    for name in sorted(hashes)[share]:
+        if name == OPTIMIZER and not optimizer:
+            continue
         with naming(folder / name):
-            if file_hash(folder / name) != expected:
+            if file_hash(folder / name) != hashes[name]:
                 raise ValueError("damaged, its hash is not the one it had")
-    tensors: Tensors = {}
-    # Parts of several processes are read once it is known where to.
-    for name in sorted({MODEL, OPTIMIZER} & set(hashes)):
-        with naming(folder / name):
-            tensors |= load_file(folder / name)
-    return Checkpoint(step, read_json(folder / STATE), tensors)
+    return Checkpoint(folder, step, read_json(folder / STATE))
 
 
 @dataclass(frozen=True)
@@ -190,19 +191,20 @@ def weights_and_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> T
     return found
 
 
-def fill(
-    folder: Path, checkpoint: Checkpoint, wanted: Tensors, stepped: Collection[str] = ()
-) -> None:
+def fill(folder: Path, wanted: Tensors) -> None:
     """Copy tensors of a checkpoint to those of the same names, from the parts if it has some."""
-    found = checkpoint.tensors
-    if not found:
+    if not (folder / MODEL).exists():
         # A run on one process does not need DTensor and its checkpoints.
         from deltarule.train.sharded_checkpoint import read_shards
 
-        read_shards(folder, wanted, stepped)
+        read_shards(folder, wanted)
         return
+    found: Tensors = {}
+    for file in (MODEL, OPTIMIZER) if any("/" in name for name in wanted) else (MODEL,):
+        with naming(folder / file):
+            found |= load_file(folder / file)
     for name in sorted(wanted.keys() ^ found.keys(), key=lambda name: ("/" in name, name)):
-        # Moments need not be asked for, nor the number of steps, which older versions wrote.
+        # The number of steps, which older versions wrote, need not be asked for.
         if name in wanted or "/" not in name:
             raise CheckpointError(
                 f"{folder}: not of this model: {name!r} is "

@@ -165,10 +165,11 @@ class Trainer:
         newest = self.checkpoints.newest()
         if newest is None:
             return
-        self.checkpoints.fill(newest, weights_and_moments(self.model, self.optimizer))
+        wanted = weights_and_moments(self.model, self.optimizer)
+        self.checkpoints.fill(newest.folder, wanted)
         for moments in self.optimizer.state.values():
             moments["step"].fill_(newest.step)
-        with naming(self.checkpoints.folder / f"step-{newest.step}" / STATE):
+        with naming(newest.folder / STATE):
             saved: Saved = fitted(Saved, newest.state)
             self.job.seek(saved.position)
             restore_random_state(saved.random)
@@ -240,7 +241,8 @@ class Trainer:
     def take_best(self) -> int:
         """Take the weights of the best evaluation, where they were kept; return their step."""
         if self.patience and self.best.step not in (0, self.step):
-            best = self.checkpoints.weights_of(self.best.step)
+            best = self.checkpoints.folder / f"step-{self.best.step}"
+            self.checkpoints.read(best, optimizer=False)
             self.checkpoints.fill(best, dict(self.model.state_dict()))
             return self.best.step
         return self.step

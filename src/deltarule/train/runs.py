@@ -5,6 +5,7 @@ The model of a run is what it wrote at its end, else its newest checkpoint.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.models.files import CONFIG, WEIGHTS, naming, read_config
 from deltarule.train.checkpoint import (
     MARKER,
-    Checkpoint,
     checkpoint_steps,
     fill,
     newest_checkpoint,
@@ -137,18 +137,19 @@ def load_model(folder: Path, device: torch.device, *, of_bytes: bool = True) -> 
     """
     if not folder.is_dir():
         raise missing_run(folder)
+    read_weights = partial(read_checkpoint, optimizer=False)
     if (folder / MARKER).exists():
-        model = checkpoint_model(folder, read_checkpoint(folder, optimizer=False))
+        model = checkpoint_model(read_weights(folder).folder)
     # A model may lie alone in a folder.
     elif (folder / WEIGHTS).exists() and (not (folder / RUN).exists() or is_at_its_end(folder)):
         model = CausalLM.load(folder)
     else:
-        found = newest_checkpoint(folder / "checkpoints", optimizer=False)
+        found = newest_checkpoint(folder / "checkpoints", read_weights)
         if found is None:
             read_run(folder)
             raise RunFolderError(f"{folder} has no checkpoint yet, and so no model")
         print(f"note: {folder} is not at its end: this is its checkpoint of step {found.step:,}")
-        model = checkpoint_model(folder / "checkpoints" / f"step-{found.step}", found)
+        model = checkpoint_model(found.folder)
     if of_bytes and model.config.vocab_size != VOCAB_SIZE:
         raise RunFolderError(
             f"{folder} holds a model of {model.config.vocab_size} tokens, not of bytes"
@@ -166,11 +167,11 @@ def run_of(folder: Path) -> Path:
     return folder.resolve().parents[1] if (folder / MARKER).exists() else folder
 
 
-def checkpoint_model(folder: Path, found: Checkpoint) -> CausalLM:
+def checkpoint_model(folder: Path) -> CausalLM:
     """The model of a checkpoint, whether one process wrote it or many."""
     run = run_of(folder)
     fields = read_config(run)
     with naming(run / CONFIG):
         model = CausalLM(ModelConfig.from_fields(fields))
-    fill(folder, found, dict(model.state_dict()))
+    fill(folder, dict(model.state_dict()))
     return model

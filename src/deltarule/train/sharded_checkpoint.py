@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Collection
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,13 @@ from deltarule.models import CausalLM
 from deltarule.models.files import CONFIG, WEIGHTS, CheckpointError
 from deltarule.parallel import World
 from deltarule.train.checkpoint import (
-    STATE,
     Checkpoint,
     Checkpoints,
     Tensors,
     file_hash,
+    newest_checkpoint,
+    read_checkpoint,
     read_json,
-    read_marker,
 )
 
 HASHES = ".hashes-{}.json"
@@ -125,27 +126,17 @@ class ShardedCheckpoints(Checkpoints):
             shutil.rmtree(aside, ignore_errors=True)
 
     def newest(self) -> Checkpoint | None:
-        """The newest folder whose files still have their hashes, which the processes share out."""
         steps = self.world.from_first(self.steps)
-        for step in reversed(steps):
-            folder = self.folder / f"step-{step}"
-            try:
-                hashes = read_marker(folder)[1]
-                names = sorted(hashes)[self.world.rank :: self.world.size]
-                bad = any(file_hash(folder / name) != hashes[name] for name in names)
-            except (CheckpointError, OSError):
-                bad = True
-            if not self.world.sum(torch.tensor(int(bad))):
-                return Checkpoint(step, read_json(folder / STATE), {})
-            if self.world.first:
-                print(f"note: skipped a damaged checkpoint: {folder}")
-        if steps:
-            raise CheckpointError(f"{self.folder}: every checkpoint is damaged")
-        return None
+        return newest_checkpoint(self.folder, self.read, steps, quiet=not self.world.first)
 
-    def weights_of(self, step: int) -> Checkpoint:
-        """The checkpoint of a step; its files were found whole, or written by this run."""
-        return Checkpoint(step, {}, {})
+    def read(self, folder: Path, *, optimizer: bool = True) -> Checkpoint:
+        """As one process does; the processes share the hashing out."""
+        share = slice(self.world.rank, None, self.world.size)
+        own = partial(read_checkpoint, folder, optimizer=optimizer, share=share)
+        return self.world.everywhere(own)
+
+    def fill(self, folder: Path, wanted: Tensors) -> None:
+        read_shards(folder, wanted, self.stepped)
 
 
 def read_shards(folder: Path, tensors: Tensors, stepped: Collection[str] = ()) -> None:
