@@ -33,9 +33,7 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     Pair,
     Tiles,
     halves,
-    load,
     load_state,
-    store,
 )
 from deltarule.ops.delta_rule.gluon.gradients import (
     diagonal_halves,
@@ -50,6 +48,7 @@ from deltarule.ops.delta_rule.gluon.gradients import (
 )
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds, there_of_state
+from deltarule.ops.delta_rule.gluon.movers import load, store
 from deltarule.ops.delta_rule.gluon.which import (
     BARE_WRITES,
     BETAS,

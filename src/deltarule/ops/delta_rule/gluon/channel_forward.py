@@ -37,14 +37,14 @@ GENERAL = ["T", "s_beta_b", "s_beta_t", "s_beta_h"]
 
 @gluon.jit(do_not_specialize=GENERAL)
 def channel_forward_kernel(
-    q, k, v, o, decays, errors, scores, corrections, q_rows, k_rows, o_rows, states, decayed_q,
+    q, k, v, o, decays, errors, scores, corrections, q_rows, k_rows, states, decayed_q,
     erase, write, scalings, chunk_decay, fast_rows, log_decay, beta, norms, cu_seqlens,
     initial_state, final_state, scale, T, heads, value_heads, s_beta_b, s_beta_t, s_beta_h,
     K: gl.constexpr, V: gl.constexpr, SLOTS: gl.constexpr, TIED: gl.constexpr, UNIT: gl.constexpr,
-    PACKED: gl.constexpr, RAGGED: gl.constexpr, SAVE: gl.constexpr,
+    PACKED: gl.constexpr, ENDS: gl.constexpr, SAVE: gl.constexpr,
     STATE_REGISTERS: gl.constexpr, SCORE_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """q, k, o and log_decay twice: as descriptors of tiles, and as addresses of rows.
+    """q, k and log_decay twice: as descriptors of tiles, and as addresses of rows.
 
     log_decay (`decays`) [B, T, HV, K] lies in one piece, in float32. States are [N, HV, V, K]. With
     SAVE what lies between is left for a backward, as far as this form of the call has it. The first
@@ -85,9 +85,8 @@ def channel_forward_kernel(
             errors, scores, corrections, states, decayed_q, erase, write, scalings, chunk_decay,
             fast_rows,
         )  # fmt: skip
-    MOVED: gl.constexpr = Form(True, TIED, UNIT, INITIAL, False, False, 1, 1, K, V, RAGGED)
+    MOVED: gl.constexpr = Form(True, TIED, UNIT, INITIAL, False, False, 1, 1, K, V, ENDS)
     own = tiles, barriers, place, saved
-    ENDS: gl.constexpr = "ragged" if RAGGED else "whole"
     gates = log_decay, beta, q_norm, k_norm, value_heads * K, s_beta_t, heads * 2
     # Rows are counted from the sequence's start on, in 64 bits.
     apart = place.start * 0 + heads
@@ -98,8 +97,8 @@ def channel_forward_kernel(
             (channel_state_role, (own, states, 0, PARTS, K, SLOTS, FORM)),
             (channel_state_role, (own, states, 1, PARTS, K, SLOTS, FORM)),
             (channel_score_role, (own, given, scale, K, SLOTS, FORM)),
-            (channel_load_role, (own, (q, k, v, decays), K, PARTS, SLOTS, ENDS)),
-            (store_role, (own, o, o_rows, PARTS, MOVED)),
+            (channel_load_role, (own, (q, k, v), decays, K, PARTS, SLOTS, MOVED)),
+            (store_role, (own, o, PARTS, MOVED)),
             (channel_gate_role, (own, gates, 0, K, SLOTS, FORM)),
             (channel_gate_role, (own, gates, 1, K, SLOTS, FORM)),
         ],

@@ -43,10 +43,8 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     Form,
     Work,
     halves,
-    load,
     pair_of,
     pairs_there,
-    store,
 )
 from deltarule.ops.delta_rule.gluon.gradients import (
     diagonal_halves,
@@ -57,6 +55,7 @@ from deltarule.ops.delta_rule.gluon.gradients import (
 )
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, four, joined
 from deltarule.ops.delta_rule.gluon.memory import CHUNK
+from deltarule.ops.delta_rule.gluon.movers import load, store
 from deltarule.ops.delta_rule.gluon.which import ERASES, FACTORS, READS, WRITES
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
 

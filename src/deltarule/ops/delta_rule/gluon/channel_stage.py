@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltarule.ops.delta_rule.gluon.channel_forward import channel_forward_kernel
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, straight
-from deltarule.ops.delta_rule.gluon.stage import norms_of, strides
+from deltarule.ops.delta_rule.gluon.stage import norms_of, strides, up_to_ends
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import Call
 from deltarule.ops.runtime.gluon_tiles import FusedLaunch
@@ -53,19 +53,16 @@ def channel_launch(call: Call, save: bool) -> Launch:
     tiles = {
         "q": (keys, [rows, key_size]), "k": (keys, [rows, key_size]),
         "v": (values, [rows, VALUES.value]), "o": (values, [rows, VALUES.value]),
+        "decays": (value_heads * key_size, [rows, key_size]),
     }  # fmt: skip
+    ends = "ragged" if packed or tokens % rows else "whole"
     constants = {
         "K": key_size, "V": value_size, "SLOTS": SLOTS, "TIED": inputs.beta is not None,
-        "UNIT": inputs.normalize_qk, "PACKED": packed, "SAVE": save,
-        "RAGGED": packed or tokens % rows != 0,
+        "UNIT": inputs.normalize_qk, "PACKED": packed, "SAVE": save, "ENDS": ends,
         "STATE_REGISTERS": STATE, "SCORE_REGISTERS": SCORE, "REGISTERS": OTHERS,
         "num_warps": 4, "maxnreg": AVERAGE,
     }  # fmt: skip
-    loaded = {name: tiles[name] for name in ("q", "k", "v")}
-    loaded["decays"] = value_heads * key_size, [rows, key_size]
-    if constants["RAGGED"]:
-        loaded = {name: (width, [1, 1, *tile]) for name, (width, tile) in loaded.items()}
-    tiles |= loaded
+    tiles = up_to_ends(tiles, ends)
     if save:
         tiles["scores"] = rows, [rows * VALUES.value // value_size, rows]
         if inputs.beta is not None:
@@ -95,7 +92,7 @@ def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
     decays = in_rows(decays)
     moved, kept = ([call[name] if save else None for name in names] for names in (MOVED, KEPT))
     given = (
-        q, k, v, o, decays, *moved, q, k, o, *kept, decays, inputs.beta, norms, inputs.cu_seqlens,
+        q, k, v, o, decays, *moved, q, k, *kept, decays, inputs.beta, norms, inputs.cu_seqlens,
         inputs.initial_state, final, inputs.scale, *q.shape[1:3], value_heads,
         *strides(inputs.beta),
     )  # fmt: skip

@@ -105,16 +105,16 @@ GENERAL = ["T", "s_decay_b", "s_decay_t", "s_decay_h", "s_beta_b", "s_beta_t", "
 
 @gluon.jit(do_not_specialize=GENERAL)
 def forward_kernel(
-    q, k, v, o, q_rows, k_rows, v_rows, o_rows, states, errors, scores, corrections, scalings,
+    q, k, v, o, states, errors, scores, corrections, scalings,
     chunk_decay, log_decay, beta, norms, cu_seqlens, initial_state, final_state, scale, log_scale,
     T, heads, value_heads, s_decay_b, s_decay_t, s_decay_h, s_beta_b, s_beta_t, s_beta_h,
     K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr, PER_GATE: gl.constexpr,
     SLOTS: gl.constexpr, DECAY: gl.constexpr, TIED: gl.constexpr, UNIT: gl.constexpr,
-    PACKED: gl.constexpr, RAGGED: gl.constexpr, SAVE: gl.constexpr, TENSOR: gl.constexpr,
+    PACKED: gl.constexpr, ENDS: gl.constexpr, SAVE: gl.constexpr, TENSOR: gl.constexpr,
     STATE_REGISTERS: gl.constexpr, SCORE_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
     KEYS: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """q, k, v and o twice: as descriptors of tiles, and as addresses of rows.
+    """q, k, v and o are descriptors of tiles.
 
     SAVE: states, errors, scores, corrections (descriptors), scalings and chunk_decay are left, too,
     those of them that this form of the call has; the scan back may take the scores itself. States
@@ -171,10 +171,9 @@ def forward_kernel(
     else:
         saved = final_state
     FORM: gl.constexpr = Form(
-        DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, STEPS, PER_GATE, KEYS, WIDTH, RAGGED
+        DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, STEPS, PER_GATE, KEYS, WIDTH, ENDS
     )
     own = tiles, barriers, place, saved
-    loads = q, k, v, q_rows, k_rows, v_rows
     gates = log_decay, beta, norm, s_decay_t, s_beta_t, heads * (1 + STEPS), scale, log_scale
     states = initial_state, final_state, scale
     if PARTS == 2:
@@ -183,8 +182,8 @@ def forward_kernel(
                 (state_role, (own, states, places, 0, PARTS, K, SLOTS, FORM)),
                 (state_role, (own, states, other, 1, PARTS, K, SLOTS, FORM)),
                 (score_role, (own, scale, of_scores, SLOTS, FORM)),
-                (load_role, (own, loads, heads, K, PARTS, SLOTS, FORM)),
-                (store_role, (own, o, o_rows, PARTS, FORM)),
+                (load_role, (own, (q, k, v), K, PARTS, SLOTS, FORM)),
+                (store_role, (own, o, PARTS, FORM)),
                 (gate_role, (own, gates, SLOTS, FORM)),
             ],
             [4, 4, 1, 1, 1],
@@ -195,8 +194,8 @@ def forward_kernel(
             [
                 (state_role, (own, states, places, 0, PARTS, K, SLOTS, FORM)),
                 (score_role, (own, scale, of_scores, SLOTS, FORM)),
-                (load_role, (own, loads, heads, K, PARTS, SLOTS, FORM)),
-                (store_role, (own, o, o_rows, PARTS, FORM)),
+                (load_role, (own, (q, k, v), K, PARTS, SLOTS, FORM)),
+                (store_role, (own, o, PARTS, FORM)),
                 (gate_role, (own, gates, SLOTS, FORM)),
             ],
             [4, 1, 1, 1],

@@ -1,9 +1,4 @@
-"""What the roles of the gradients share: tiles in shared memory, barriers, their work, and copies.
-
-The copy engine moves all tiles. Of a chunk that is not whole it moves the rows up to the end of the
-sequence: the others are zeros in shared memory, and nobody's in global memory. Whether there may be
-such chunks is known when the kernel is compiled (ENDS); tensor_maps.py says how the engine knows.
-"""
+"""What the roles of the gradients share: tiles in shared memory, barriers and their work."""
 
 from collections import namedtuple
 from typing import Any, NamedTuple
@@ -15,12 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds
-from deltarule.ops.delta_rule.gluon.movers import framed, place_of_rows, place_of_tile
+from deltarule.ops.delta_rule.gluon.movers import framed, load, place_of_rows, store
 from deltarule.ops.delta_rule.gluon.which import FACTORS, PLACES
-from deltarule.ops.runtime import tensor_maps
 from deltarule.ops.runtime.gluon_tiles import square
-
-FAR = gl.constexpr(tensor_maps.FAR)
 
 # Tiles in shared memory; dO, E, X and the factors of value head n lie in slot n % 2.
 Tiles = namedtuple(
@@ -284,32 +276,6 @@ def store_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr)
 
 
 @gluon.jit
-def load(x, row, column, rows, full, tile, ENDS: gl.constexpr):
-    """A tile of x from a row and a column on; so many rows of it are there."""
-    place = place_of_chunk(x, row, column, rows, tile.shape[1], ENDS)
-    tma.async_copy_global_to_shared(x, place, full, framed(tile, x))
-
-
-@gluon.jit
 def load_state(x, row, full, tile):
     place = place_of_rows(x, row, tile.shape[0])
     tma.async_copy_global_to_shared(x, place, full, framed(tile, x))
-
-
-@gluon.jit
-def store(x, row, column, rows, tile, ENDS: gl.constexpr):
-    place = place_of_chunk(x, row, column, rows, tile.shape[1], ENDS)
-    tma.async_copy_shared_to_global(x, place, framed(tile, x))
-
-
-@gluon.jit
-def place_of_chunk(x, row, column, rows, WIDTH: gl.constexpr, ENDS: gl.constexpr):
-    """Where a tile of x is, so many rows of which are there."""
-    place = place_of_tile(x, row, column, WIDTH)
-    if ENDS == "whole":
-        found = place
-    elif len(place) == 2:
-        found = [FAR, row + rows, FAR - rows, column]
-    else:
-        found = [FAR, row + rows, FAR - rows, place[1], place[2]]
-    return found

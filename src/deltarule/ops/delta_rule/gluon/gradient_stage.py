@@ -31,6 +31,7 @@ from deltarule.ops.delta_rule.gluon.stage import (
     of_states,
     padded,
     strides,
+    up_to_ends,
 )
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import gradients
@@ -278,8 +279,7 @@ def launch_of(
     of_tokens |= dict.fromkeys(("log_decay", "d_log_decay") if inputs.by_channel else (), of_keys)
     of_tokens |= {"d_o": of_values, "d_v": of_values, "errors": of_chunk if tied else of_values}
     of_tokens["d_errors"] = of_values if own.get("X_IS_LENT") or not tied else of_chunk
-    if where != "whole":
-        of_tokens = {name: (width, [1, 1, *tile]) for name, (width, tile) in of_tokens.items()}
+    of_tokens = up_to_ends(of_tokens, where)
     constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
     constants |= {"num_warps": 8, "maxnreg": AVERAGE}
     of_tokens = {name: of for name, of in of_tokens.items() if name in kernel.arg_names}

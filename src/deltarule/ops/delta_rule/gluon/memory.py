@@ -58,8 +58,8 @@ Barriers = namedtuple(
 #
 # STEPS is the number n of a token's writes, in the rows n t to n t + n - 1. PER_GATE heads share
 # a gate, and what is saved but S and E: they leave the same bits there. A key has KEYS channels
-# and a value WIDTH. RAGGED: a last chunk may have fewer rows.
-Form = namedtuple("Form", "DECAY TIED UNIT INITIAL SAVE SCORES STEPS PER_GATE KEYS WIDTH RAGGED")
+# and a value WIDTH. ENDS: sequences have "whole" chunks, or a last one may be "ragged".
+Form = namedtuple("Form", "DECAY TIED UNIT INITIAL SAVE SCORES STEPS PER_GATE KEYS WIDTH ENDS")
 
 # First token and number of tokens of the program's sequence, its chunks, and its heads.
 #

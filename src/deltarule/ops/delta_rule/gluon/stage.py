@@ -226,6 +226,8 @@ def forward_launch(call: Call, save: bool) -> Launch:
         "v": of_heads(value_heads, value_size, [rows, part]),
         "o": of_heads(value_heads, value_size, [queries, part]),
     }
+    ends = "ragged" if packed or tokens % queries else "whole"
+    tiles = up_to_ends(tiles, ends)
     if save:
         # With an erase two state roles leave their shares of the rows of P.
         share = rows // (values // part) if inputs.beta is not None else rows
@@ -238,13 +240,20 @@ def forward_launch(call: Call, save: bool) -> Launch:
         "K": keys, "V": values, "KEYS": key_size, "WIDTH": value_size, "STEPS": inputs.n_steps,
         "PER_GATE": inputs.per_gate, "SLOTS": slots,
         "DECAY": inputs.log_decay is not None, "TIED": inputs.beta is not None,
-        "UNIT": inputs.normalize_qk, "PACKED": packed, "SAVE": save,
-        "RAGGED": packed or tokens % queries != 0, "TENSOR": has_tensor_memory(inputs.q.device),
+        "UNIT": inputs.normalize_qk, "PACKED": packed, "ENDS": ends,
+        "SAVE": save, "TENSOR": has_tensor_memory(inputs.q.device),
         "STATE_REGISTERS": config.state,
         "SCORE_REGISTERS": config.score, "REGISTERS": config.others,
         "num_warps": 4, "maxnreg": config.average,
     }  # fmt: skip
     return FusedLaunch(forward_kernel, constants, tiles)
+
+
+def up_to_ends(tiles: dict[str, Any], ends: str) -> dict[str, Any]:
+    """Tiles of tokens by maps that end where a sequence does, if its last chunk may be ragged."""
+    if ends == "whole":
+        return tiles
+    return {name: (width, [1, 1, *tile]) for name, (width, tile) in tiles.items()}
 
 
 def of_heads(heads: int, size: int, tile: list[int]) -> tuple[Width, list[int]]:
@@ -301,7 +310,7 @@ def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
     o, final = call.empty(call.given.output_shape, v.dtype), call.empty(call.given.state_shape)
     kept = [call[name] if save else None for name in KEPT]
     given = (
-        q, k, v, o, q, k, v, o, *kept, inputs.log_decay, inputs.beta, norms, inputs.cu_seqlens,
+        q, k, v, o, *kept, inputs.log_decay, inputs.beta, norms, inputs.cu_seqlens,
         inputs.initial_state, final, scale, math.log2(scale), *q.shape[1:3], value_heads,
         *strides(inputs.log_decay), *strides(inputs.beta),
     )  # fmt: skip
