@@ -78,15 +78,22 @@ def twice(inputs: Inputs) -> None:
     forward(inputs._replace(k=k, v=v, beta=beta, n_steps=2))
 
 
-def save(inputs: Inputs) -> None:
+def save(inputs: Inputs, lends: bool = False) -> None:
     """With what a backward asks for."""
-    stage.forward(kept(inputs), True)
+    stage.forward(kept(inputs, lends), True)
 
 
-def kept(inputs: Inputs) -> Call:
+def lend(inputs: Inputs) -> None:
+    """The same where gradients may lie."""
+    save(inputs, True)
+
+
+def kept(inputs: Inputs, lends: bool = False) -> Call:
     """A call with room for what is saved."""
     call = Call(inputs, new_plan(inputs))
+    call.values["lends"] = lends
     shapes = kept_shapes(call, True)
+    shapes = stage.lending(call, shapes) if lends else shapes
     call.values |= {name: torch.empty(*of[:1], dtype=of[1]) for name, of in shapes.items()}
     return call
 
@@ -114,12 +121,17 @@ def channels(inputs: Inputs) -> None:
     gradient_stage.channel_gradients(call)
 
 
-def backward(inputs: Inputs) -> None:
+def backward(inputs: Inputs, lends: bool = False) -> None:
     """The scan back and the gradients as one kernel."""
-    call = kept(inputs)
+    call = kept(inputs, lends)
     new_gradients(call)
     call.values["d_o"] = call["d_v"]
     gradient_stage.backward(call, None)
+
+
+def borrow(inputs: Inputs) -> None:
+    """The same of what may lie there."""
+    backward(inputs, True)
 
 
 def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
@@ -129,6 +141,8 @@ def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
     if form.heads != "alone":
         return [save, gradients] if form.heads == "parts" else [gradients]
     whole = [backward] if form.size > gradient_stage.WHOLE_SIZE // 2 else []
+    if form.size == gradient_stage.WHOLE_SIZE and form.tokens == "whole" and form.rule != "plain":
+        whole += [lend, borrow]
     return [forward, twice, save, gradients, *whole]
 
 
@@ -145,7 +159,7 @@ def forms(capability: int) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         inputs = inputs_of(form)
         assert stage.why_not_form(inputs) is None
         for run in passes_of(form):
-            if capability == 90 or not (form.rule in CHANNELS or run is backward):
+            if capability == 90 or not (form.rule in CHANNELS or run in (backward, lend, borrow)):
                 yield (
                     f"{' '.join(map(str, form))} {run.__name__}",
                     partial(last_launch, run, inputs),

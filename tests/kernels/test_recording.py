@@ -20,8 +20,9 @@ import deltarule
 from deltarule import delta_rule
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.adjoined import adjoin_projections
-from deltarule.ops import dispatch, fused_kernels
-from deltarule.ops.delta_rule.gluon import gradient_stage
+from deltarule.ops import dispatch, fused_kernels, operators
+from deltarule.ops.delta_rule import repeated
+from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import channel_stages, passes
@@ -240,7 +241,8 @@ def test_rows_that_lie_apart_hold_what_begins_in_any_of_them() -> None:
 def test_split_sequences_are_replayed_too(runs, monkeypatch) -> None:
     plan = launch.new_plan(call())
     split = Plan(plan.tile_key, plan.chunks, plan.sizes, 1)
-    monkeypatch.setattr(passes.plan, "make_plan", lambda inputs: split)
+    for module in (passes.plan, stage):
+        monkeypatch.setattr(module, "make_plan", lambda inputs: split)
     for _ in range(2):
         passes.forward(call(), False)
     assert [len(x.steps) for x in known()] == [5]
@@ -284,6 +286,39 @@ def test_a_training_call_is_its_launches_alone(decay, runs, monkeypatch) -> None
             with pytest.raises(TypeError, match="not callable"):
                 train(other)
     train(one.new_ones(()).expand(one.shape))
+
+
+@pytest.mark.usefixtures("runs", "trains")
+@pytest.mark.parametrize(
+    ("captured", "keeps"),
+    [("", (False,)), ("", (True, True, False)), ("forward", (False,)), ("backward", (False,))],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_what_was_saved_is_spent_in_a_last_backward(captured, keeps, known, monkeypatch) -> None:
+    is_spent, found = operators.is_spent, set()
+
+    def spent(ctx) -> bool:
+        found.add(is_spent(ctx))
+        return is_spent(ctx)
+
+    for module in (operators, repeated):
+        monkeypatch.setattr(module, "is_spent", spent)
+    # Without that function, autograd may keep its graph or not.
+    if not known:
+        monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    inside, taken = "", ""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: inside == taken != "")
+    # Of the first calls some plan, some record, and some repeat.
+    for taken in (captured, "", "", "", captured):
+        leaves = [x.requires_grad_() for x in torch.randn(3, 1, 128, 2, 16).bfloat16().unbind()]
+        inside = "forward"
+        o = delta_rule(*leaves, beta=torch.rand(1, 128, 2).bfloat16()).o
+        inside = "backward"
+        for keep in keeps:
+            found.clear()
+            torch.autograd.grad(o, leaves, torch.ones_like(o), retain_graph=keep)
+            # A replay of a CUDA graph reads once more what was saved, or writes it.
+            assert found == {known and not keep and not taken}
 
 
 @pytest.mark.usefixtures("trains")
@@ -377,6 +412,32 @@ def test_new_tensors_give_new_numbers(runs) -> None:
     assert len({x.data_ptr() for outputs in before for x, _ in outputs}) == 10
 
 
+def into_room(inputs: Inputs, room: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """o = q + k + 1 in a part of what is given."""
+    new, n = Call(inputs, launch.make_plan(inputs)), inputs.q.numel()
+    o = room.as_strided(inputs.q.shape, inputs.q.stride(), 64)
+    new.launch(ADD, GRID, {"x": inputs.q, "y": inputs.k, "out": o, "n": n, "extra": 1.0})
+    return o, None
+
+
+def test_what_is_returned_may_lie_in_what_is_given(runs) -> None:
+    runs.work = add
+    run = Recorded(into_room)
+    for _ in range(4):
+        inputs = call(8)
+        room = torch.zeros(inputs.q.numel() + 128)
+        o, nothing = run(inputs, room)
+        assert nothing is None
+        torch.testing.assert_close(o, inputs.q + inputs.k + 1)
+        assert o.data_ptr() == room.data_ptr() + 256
+        assert room[:64].count_nonzero() == 0
+    # The last call was repeated: its o is a tensor of its own, no view.
+    version = room._version
+    o.zero_()
+    assert (room._version, o._is_view()) == (version, False)
+    assert len(known()) == 1
+
+
 def test_addresses_that_come_again_are_kept_up_to_a_bound(runs, monkeypatch) -> None:
     runs.work = add
     calls = [call(8) for _ in range(5)]
@@ -414,7 +475,8 @@ def test_a_constant_lies_where_graphs_know_it_though_its_calls_are_forgotten(run
 
 
 def test_what_a_graph_captures_makes_its_own_constants(monkeypatch) -> None:
-    monkeypatch.setattr(channel_stages, "capturing", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     made = [channel_stages.constant(call().q, torch.ones, 3) for _ in range(2)]
     assert made[0] is not made[1]
     assert (torch.ones, 3) not in channel_stages.made_once

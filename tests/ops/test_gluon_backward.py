@@ -10,7 +10,7 @@ from promised import promised
 
 promised("triton")
 
-from deltarule.ops.delta_rule.gluon import gradient_stage
+from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.triton import passes, plan
 from deltarule.ops.delta_rule.triton.passes import new_gradients
 from deltarule.ops.delta_rule.triton.plan import Call, new_plan
@@ -149,6 +149,36 @@ def test_a_whole_backward_takes_what_the_forward_saved(decay, erase, segment, mo
         assert (x is None) == (y is None)
         assert x is None or relative_rms(x, y.double()) < 2e-3
     assert taken
+
+
+@pytest.mark.parametrize(("decay", "erase"), [("head", "none"), ("head", "tied"), ("none", "tied")])
+def test_gradients_may_take_the_place_of_what_was_saved(decay, erase, monkeypatch) -> None:
+    for name in ("pays", "taken_in_parts"):
+        found = {"pays": True, "taken_in_parts": None}[name]
+        monkeypatch.setattr(stage, name, lambda x, *_, found=found: found or x)
+    monkeypatch.setattr(gradient_stage, "takes_whole", lambda call: True)
+    case = case_of(decay, erase, batch=2, normalize_qk=True)
+    inputs, (d_o, d_final) = parts.inputs_of(case), weights(case)
+    given = d_o.bfloat16(), d_final.float()
+
+    def gradients(kept: Tensor, spent: bool) -> list[Tensor]:
+        found = passes.gradient_stages.run(inputs, *given, kept, spent)
+        return [x for x in found if x is not None]
+
+    kept = passes.forward(inputs, True)[2]
+    repeated = [gradients(kept, spent=False) for _ in range(2)]
+    inside = gradients(kept, spent=True)
+    places = [x.data_ptr() - kept.data_ptr() for x in inside]
+    count = sum(0 <= place < kept.nbytes for place in places)
+    assert count == (2 if erase == "none" else 3)
+    # Tensors of their own: what is done to one in place is not done to the others.
+    version = inside[0]._version
+    inside[1].add_(0)
+    assert (inside[0]._version, inside[0]._is_view()) == (version, False)
+    monkeypatch.setattr(gradient_stage, "lends", lambda call: False)
+    expected = gradients(passes.forward(inputs, True)[2], spent=True)
+    for found in (*repeated, inside):
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 # By sequences of 4,096 tokens and heads, on 132 multiprocessors.

@@ -14,6 +14,7 @@ from truth import (
     assert_same,
     assert_same_again_and_alone,
     assert_same_under_load,
+    call,
     draw,
     placed,
     results,
@@ -77,6 +78,70 @@ def check(drawn: Drawn) -> None:
     by_name = {name: found["d " + name] for name in case.present()}
     # Of few heads the largest of a gradient by beta or decay decide: a ratio that spreads.
     check_fused_gradients(by_name, case, (d_o.cpu(), d_final.cpu()), stress=True)
+
+
+def test_gradients_lie_where_states_were_unless_a_graph_is_kept(kind) -> None:
+    drawn = drawn_of(kind, batch=2, normalize_qk=True)
+    case, names = drawn.case, drawn.case.present()
+    leaves = {name: case.tensors[name].detach().requires_grad_() for name in names}
+    lent = SIZES["heads"] == SIZES["value_heads"] and kind != KINDS[0]
+    expected = None
+    # Of the first calls some plan, some record, and some repeat.
+    for _ in range(4):
+        out = tuple(call(case, case.tensors | leaves))
+        for keep in (True, True, False):
+            given = out, list(leaves.values()), drawn.weights
+            found = torch.autograd.grad(*given, materialize_grads=True, retain_graph=keep)
+            storages = {x.untyped_storage().data_ptr() for x in found[:2]}
+            assert (len(storages) == 1) == (lent and not keep)
+            expected = expected or found
+            assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_gradients_in_one_place_are_added_to_and_clipped_one_by_one(kind) -> None:
+    case = drawn_of(kind, batch=2).case
+    names = case.present()
+    leaves, others = (
+        {name: case.tensors[name].detach().clone().requires_grad_() for name in names}
+        for _ in range(2)
+    )
+    for _ in range(3):
+        for x, keep in ((leaves, False), (others, True)):
+            outputs = tuple(call(case, case.tensors | x))
+            sum(y.float().square().sum() for y in outputs).backward(retain_graph=keep)
+        for x in (leaves, others):
+            torch.nn.utils.clip_grad_norm_(x.values(), 1.0, foreach=True)
+            x["q"].grad.mul_(2)
+    for name in names:
+        assert torch.equal(leaves[name].grad, others[name].grad)
+
+
+def test_graphs_of_one_pass_are_replayed_alone(kind) -> None:
+    drawn = drawn_of(kind, batch=2, normalize_qk=True)
+    case, names = drawn.case, drawn.case.present()
+    leaves = {name: case.tensors[name].detach().requires_grad_() for name in names}
+
+    def run(*given) -> tuple:
+        return tuple(call(case, case.tensors | dict(zip(names, given, strict=True))))
+
+    def gradients(outputs, keep: bool) -> list:
+        given = outputs, list(leaves.values()), drawn.weights
+        found = torch.autograd.grad(*given, materialize_grads=True, retain_graph=keep)
+        return [x.clone() for x in found]
+
+    expected = gradients(run(*leaves.values()), True)
+    both = torch.cuda.make_graphed_callables(run, tuple(leaves.values()))
+    outputs = both(*leaves.values())
+    for keep in (True, False):
+        assert all(map(torch.equal, gradients(outputs, keep), expected))
+    forward = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(forward):
+        outputs = run(*leaves.values())
+    forward.replay()
+    given = outputs, list(leaves.values()), drawn.weights
+    found = torch.autograd.grad(*given, materialize_grads=True)
+    forward.replay()
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("size", [64, 128])

@@ -29,7 +29,7 @@ def forward(inputs: Scaled, times: int) -> tuple[Tensor, Tensor]:
 
 
 def backward(given: Backward[Scaled], times: int):
-    (d_s, d_z), (s,), wanted, inputs = given
+    (d_s, d_z), (s,), wanted, inputs, _ = given
     ran.append(f"backward {wanted}")
     assert inputs.x is inputs.y is None
     d_s = torch.zeros_like(s) if d_s is None else d_s

@@ -177,7 +177,7 @@ class Chunked(NamedTuple):
         return o, final_state, saved
 
     def gradients(
-        self, d_o: Tensor, d_final: Tensor | None, inputs: Any, saved: Tensor
+        self, d_o: Tensor, d_final: Tensor | None, inputs: Any, saved: Tensor, spent: bool = False
     ) -> tuple[Tensor | None, ...]:
         """Gradients by the first inputs and by initial_state; None for what is None.
 

@@ -56,11 +56,11 @@ class Operator(Registered[Inputs]):
 
     def gradients(
         self, gradients: Gradients, saved: Sequence[Tensor], given: Sequence[Any],
-        wanted: Sequence[bool],
+        wanted: Sequence[bool], spent: bool = False,
     ) -> Gradients:  # fmt: skip
         assert self.backward is not None
         inputs, options = self.inputs(*given[: self.fields]), given[self.fields :]
-        return self.backward(Backward(gradients, saved, wanted, inputs), *options)
+        return self.backward(Backward(gradients, saved, wanted, inputs, spent), *options)
 
     def keep(self, ctx: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> None:
         ctx.set_materialize_grads(False)
@@ -85,23 +85,18 @@ class Operator(Registered[Inputs]):
         wanted = [needed[i] for i in self.places]
         for x, y in self.alike:
             wanted[self.places.index(y)] |= needed[x]
-        found = self.run_backward(gradients, kept[:count], (*kept[count:], *ctx.numbers), wanted)
+        saved, given = kept[:count], (*kept[count:], *ctx.numbers)
+        if torch._C._are_functorch_transforms_active():
+            found = self.transformed_backward.apply(*gradients, *saved, *given, wanted)
+        elif torch.is_grad_enabled() or not are_plain_eager((*gradients, *kept)):
+            found = self.backward_operator(*gradients, *saved, *given, wanted)
+        else:
+            found = self.gradients(gradients, saved, given, wanted, is_spent(ctx))
         for i, dx, want in zip(self.places, found, wanted, strict=True):
             out[i] = dx if want else None
         for x, y in self.alike:
             out[x] = out[y] if needed[x] else None
         return tuple(out)
-
-    def run_backward(
-        self, gradients: Gradients, saved: Sequence[Tensor], given: tuple[Any, ...],
-        wanted: list[bool],
-    ) -> Any:  # fmt: skip
-        if torch._C._are_functorch_transforms_active():
-            return self.transformed_backward.apply(*gradients, *saved, *given, wanted)
-        tensors = (*gradients, *saved, *given[: self.tensors])
-        if torch.is_grad_enabled() or not are_plain_eager(tensors):
-            return self.backward_operator(*gradients, *saved, *given, wanted)
-        return self.gradients(gradients, saved, given, wanted)
 
 
 class Backend(NamedTuple):
@@ -109,8 +104,8 @@ class Backend(NamedTuple):
 
     # Inputs, and whether to save: outputs, final state, and what the backward is then spared.
     forward: Callable[[Any, bool], tuple[Tensor, Tensor, Tensor]]
-    # Gradients by the outputs and the final state (None: zeros), inputs, and what was saved.
-    backward: Callable[[Tensor, Tensor | None, Any, Tensor], Gradients]
+    # Gradients by outputs and final state (None: zeros), inputs, what was saved, and is it spent.
+    backward: Callable[[Tensor, Tensor | None, Any, Tensor, bool], Gradients]
     saved_shape: Callable[[Any], tuple[int, ...]]
 
 
@@ -134,11 +129,15 @@ class Recurrence(Operator[Inputs]):
             options={"save": bool, "backend": str}, fold=fold,
         )  # fmt: skip
 
+    def keep(self, ctx: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> None:
+        super().keep(ctx, args, outputs)
+        ctx.lends = outputs[0].is_cuda and not torch.cuda.is_current_stream_capturing()
+
     def run_back(self, given: Backward[Any], save: bool, backend: str) -> Gradients:
         (d_o, d_final), inputs = given.gradients, given.inputs
         d_o = inputs.v.new_zeros(inputs.output_shape) if d_o is None else d_o.contiguous()
         d_final = None if d_final is None else d_final.contiguous()
-        return self.backend_of(backend).backward(d_o, d_final, inputs, given.saved[0])
+        return self.backend_of(backend).backward(d_o, d_final, inputs, given.saved[0], given.spent)
 
     def like(self, inputs: Any, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
         saved_shape = self.backend_of(backend).saved_shape
@@ -167,6 +166,17 @@ def differentiated(tensors: Sequence[object]) -> bool:
             if getattr(x, "requires_grad", False):
                 return True
     return False
+
+
+def is_spent(ctx: Any) -> bool:
+    """Whether nobody touches what a forward saved after this backward: gradients may lie there.
+
+    Autograd may keep its graph; a CUDA graph of either pass reads or writes there in every replay.
+    """
+    if not getattr(ctx, "lends", False) or torch.cuda.is_current_stream_capturing():
+        return False
+    kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return kept is not None and not kept()
 
 
 def is_dual(x: Tensor | None) -> bool:

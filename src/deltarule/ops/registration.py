@@ -32,6 +32,8 @@ class Backward(NamedTuple, Generic[Inputs]):
     saved: Sequence[Tensor]
     wanted: Sequence[bool]
     inputs: Inputs
+    # Nobody touches what was saved after this: gradients may lie there.
+    spent: bool = False
 
 
 class Rules(NamedTuple):

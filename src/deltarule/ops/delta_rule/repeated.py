@@ -15,7 +15,7 @@ from torch import Tensor
 from deltarule.ops.delta_rule.implementations import recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.dispatch import ONCE, CallKey, is_plain_eager, recordings, remember
-from deltarule.ops.operators import differentiated, direct
+from deltarule.ops.operators import differentiated, direct, is_spent
 from deltarule.shapes import RecurrentOutput
 
 # What runs the Triton kernels.
@@ -42,6 +42,7 @@ class Repeated(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(outputs[2], *given)
         ctx.key, ctx.addresses = key.key, [outputs[2].data_ptr(), *key.addresses]
+        ctx.lends = not torch.cuda.is_current_stream_capturing()
         return outputs[0], outputs[1]
 
     @staticmethod
@@ -66,12 +67,13 @@ def launches_back(ctx: Any, kept: Sequence[Tensor], d_o: Tensor) -> tuple[Any, C
     saved, *given = kept
     tensors = [saved, *[x for x in given if x is not None]]
     addresses = [x.data_ptr() for x in tensors]
-    short = ctx.key, d_o.dtype, d_o.shape, d_o.stride()
+    spent = is_spent(ctx)
+    short = ctx.key, spent, d_o.dtype, d_o.shape, d_o.stride()
     as_it_was = addresses == ctx.addresses
     if as_it_was and (known := recordings.get(short)) is not None:
         places = [*addresses[1:], d_o.data_ptr(), addresses[0]]
         return known, CallKey(short, [*tensors[1:], d_o, saved], places)
-    own = kernels().gradient_stages.recording(*given, *ctx.numbers[:4], d_o, None, saved)
+    own = kernels().gradient_stages.recording(*given, *ctx.numbers[:4], d_o, None, saved, spent)
     if own is not None and as_it_was:
         remember(recordings, short, own[0])
     return own

@@ -107,11 +107,11 @@ def twice(backend: str) -> Passes:
     def backward(
         d_o: Tensor, d_final: Tensor, inputs: Inputs, saved: Tensor, join: Join
     ) -> Halves[Gradients]:
-        d_start = passes.backward(d_o, d_final, inputs, saved)[7]
+        d_start = passes.backward(d_o, d_final, inputs, saved, False)[7]
         assert d_start is not None
         join.begin_back(d_start[: join.rows])
         yield
-        return passes.backward(d_o, join.ended(d_final), inputs, saved)
+        return passes.backward(d_o, join.ended(d_final), inputs, saved, False)
 
     return Passes(forward, backward)
 

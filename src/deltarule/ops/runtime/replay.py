@@ -22,7 +22,7 @@ from deltarule.ops.dispatch import ONCE, CallKey, call_key, recordings, remember
 from deltarule.ops.runtime import launch
 from deltarule.ops.runtime.chained import CHAIN
 from deltarule.ops.runtime.launch import Binary, Grid, Launch
-from deltarule.ops.runtime.tensor_maps import Map
+from deltarule.ops.runtime.tensor_maps import Map, Part
 
 # Bytes: with more the GPU is busy for longer than the host, and one piece is held to the end.
 MOST_ROOM = 2**28
@@ -36,15 +36,10 @@ MOST_READY = 64
 Outputs = tuple[Tensor | None, ...]
 # Launchers, and what each is called with.
 Calls = list[tuple[Callable[..., None], list[Any]]]
+# One of the pieces (what is given, what is returned, and the room), and bytes after its start.
+Place = tuple[int, int]
 # A launch as it is recorded.
 Note = tuple[Launch, Binary, Grid, tuple[Any, ...]]
-
-
-class Place(NamedTuple):
-    """Bytes after the start of one of the pieces: what is given, what is returned, and the room."""
-
-    piece: int
-    offset: int
 
 
 class Step(NamedTuple):
@@ -59,11 +54,11 @@ class Step(NamedTuple):
 class Recording(NamedTuple):
     """What is made, how much of that is returned, launches and their kernels.
 
-    `made` has one number with the shape of each tensor that is returned and, last, of the room.
+    `made` has a number with the shape of each tensor returned, or its part, and, last, of the room.
     `ready` has launchers and their arguments by all addresses of a call, which tend to come again.
     """
 
-    made: list[Tensor | None]
+    made: list[Tensor | Part | None]
     returned: int
     steps: list[Step]
     kernels: list[Any]
@@ -82,7 +77,8 @@ class Recording(NamedTuple):
     def launched(self, call: CallKey) -> Outputs:
         made, addresses = [], call.addresses.copy()
         for of in self.made:
-            made.append(x := None if of is None else torch.empty_like(of))
+            x = torch.empty_like(of) if isinstance(of, Tensor) else of and of.of(call.given)
+            made.append(x)
             addresses.append(0 if x is None else x.data_ptr())
         starts = *addresses, driver.active.get_current_stream(call.given[0].device.index)
         for launcher, values in self.ready.get(starts) or self.calls([*call.given, *made], starts):
@@ -97,7 +93,7 @@ class Recording(NamedTuple):
             for argument, (piece, offset) in step.addresses:
                 values[argument] = starts[piece] + offset
             for of in step.maps:
-                values[of.values] = of.found(pieces[of.piece], starts[of.piece] + of.offset)
+                values[of.values] = of.found(pieces, starts)
             calls.append((step.binary.launcher, values))
         if len(self.ready) >= MOST_READY:
             self.ready.clear()
@@ -144,27 +140,23 @@ class Tape(TorchDispatchMode):
         return next((y for y in (*self.made, *self.constants) if shares(x, y)), None)
 
     def recording(self, outputs: Outputs) -> Recording | None:
-        returned = [
-            None if x is None else next((i for i, y in enumerate(self.made) if is_all(x, y)), -1)
-            for x in outputs
-        ]
-        if self.notes is None or -1 in returned:
-            return None
-        first, room = len(self.given), 0
-        places = {id(x): Place(i, 0) for i, x in enumerate(self.given)}
-        for i, x in enumerate(self.made):
-            if i in returned:
-                places[id(x)] = Place(first + returned.index(i), 0)
-            else:
-                places[id(x)] = Place(first + len(returned), room)
+        first, device, room = len(self.given), self.given[0].device, 0
+        places = {id(x): (i, 0) for i, x in enumerate(self.given)}
+        made: list[Any] = [None if x is None else self.part_of(x, places) for x in outputs]
+        for i, x in enumerate(outputs):
+            if x is not None and made[i] is None:
+                if (whole := next((y for y in self.made if is_all(x, y)), None)) is None:
+                    return None
+                places[id(whole)] = first + i, 0
+                made[i] = number_of(x.dtype, device).expand(x.shape)
+        for x in self.made:
+            if id(x) not in places:
+                places[id(x)] = first + len(outputs), room
                 room += -(-extent(x) // GRAIN) * GRAIN
-        if room > MOST_ROOM:
+        if self.notes is None or room > MOST_ROOM:
             return None
-        stream = Place(first + len(returned) + (room > 0), 0)
-        steps = [self.step(note, places, stream) for note in self.notes]
-        shapes: list[Any] = [None if x is None else (x.dtype, x.shape) for x in outputs]
-        shapes += [(torch.float32, (room // 4,))] if room else []
-        made = [x and number_of(x[0], self.given[0].device).expand(x[1]) for x in shapes]
+        made += [number_of(torch.float32, device).expand(room // 4)] if room else []
+        steps = [self.step(note, places, (first + len(made), 0)) for note in self.notes]
         return Recording(made, len(outputs), steps, [note[0].kernel for note in self.notes], {})
 
     def step(self, note: Note, places: dict[int, Place], stream: Place) -> Step:
@@ -179,21 +171,21 @@ class Tape(TorchDispatchMode):
                 continue
             start = len(values)
             values += fetched[i].map_of(x) if i in fetched else [x.data_ptr()]
-            if (place := self.place_of(x, places)) is None:
+            if (part := self.part_of(x, places)) is None:
                 continue
             if i in fetched:
-                own = slice(start, len(values))
-                maps.append(Map(own, *place, x.shape, x.dtype, fetched[i]))
+                maps.append(Map(slice(start, len(values)), part, fetched[i]))
             else:
-                addresses.append((start, place))
+                addresses.append((start, part[:2]))
         return Step(binary, values + kernel.rest, addresses, maps)
 
-    def place_of(self, x: Tensor, places: dict[int, Place]) -> Place | None:
+    def part_of(self, x: Tensor, places: dict[int, Place]) -> Part | None:
         """Where a known tensor lies, by the holders' places; None if that is always the same."""
         holder = self.holder(x)
         if holder is None or (place := places.get(id(holder))) is None:
             return None
-        return Place(place.piece, place.offset + x.data_ptr() - holder.data_ptr())
+        offset = place[1] + x.data_ptr() - holder.data_ptr()
+        return Part(place[0], offset, x.shape, x.dtype)
 
 
 class Recorded:
@@ -219,13 +211,12 @@ class Recorded:
         known = recordings.get(key.key)
         if isinstance(known, Recording) and (outputs := known.repeated(key)) is not None:
             return outputs
+        unusual = reduce(or_, key.addresses) % launch.ALIGNED or launch.watched()
         if key.key not in recordings:
             remember(recordings, key.key, ONCE)
             if self.first is not None:
                 self.first(inputs, *more)
-        elif known is ONCE and not (
-            reduce(or_, key.addresses) % launch.ALIGNED or launch.watched() or capturing()
-        ):
+        elif known is ONCE and not (unusual or torch.cuda.is_current_stream_capturing()):
             return self.record(key, inputs, more)
         return self.run(inputs, *more)
 
@@ -278,7 +269,3 @@ def extent(x: Tensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return (1 + last) * x.itemsize
-
-
-def capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

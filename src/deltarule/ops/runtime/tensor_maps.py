@@ -80,23 +80,33 @@ def with_maps(
     return out + values[start:]
 
 
-class Map(NamedTuple):
-    """Where a map goes among the values of a launch, and what tensor it is of, in which piece."""
+class Part(NamedTuple):
+    """A tensor that lies in a piece, so many bytes after its start."""
 
-    values: slice
     piece: int
     offset: int
     shape: torch.Size
     dtype: torch.dtype
+
+    def of(self, pieces: Sequence[Tensor]) -> Tensor:
+        piece = pieces[self.piece]
+        start = (piece.storage_offset() * piece.itemsize + self.offset) // self.dtype.itemsize
+        x = torch.empty(0, dtype=self.dtype, device=piece.device)
+        return x.set_(piece.untyped_storage(), start, self.shape, ())
+
+
+class Map(NamedTuple):
+    """Where a map goes among the values of a launch, and what tensor it is of."""
+
+    values: slice
+    part: Part
     fetched: Fetched
 
-    def found(self, piece: Tensor, address: int) -> list[Any]:
-        if (made := self.fetched.maps.get((address, self.shape.numel()))) is not None:
+    def found(self, pieces: Sequence[Tensor], starts: Sequence[int]) -> list[Any]:
+        key = starts[self.part.piece] + self.part.offset, self.part.shape.numel()
+        if (made := self.fetched.maps.get(key)) is not None:
             return made
-        start = address - piece.data_ptr()
-        flat = piece.detach().view(-1).view(torch.uint8)
-        x = flat[start : start + self.shape.numel() * self.dtype.itemsize]
-        return self.fetched.map_of(x.view(self.dtype).view(self.shape))
+        return self.fetched.map_of(self.part.of(pieces))
 
 
 def launcher_of_maps(launcher: Any) -> Any:

@@ -33,6 +33,7 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     Pair,
     Tiles,
     halves,
+    load_lent_state,
     load_state,
 )
 from deltarule.ops.delta_rule.gluon.gradients import (
@@ -175,7 +176,7 @@ def decay_role(shared, of, FORM: gl.constexpr):
 def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
     """One warp: every tile to where it is used, in the order in which places become free."""
     tiles, barriers, work = shared
-    q, k, d_o, errors, states, scores, corrections = of
+    q, k, d_o, errors, states, lower_states, scores, corrections = of
     ENDS: gl.constexpr = FORM.ENDS
     PAIRS: gl.constexpr = (1 if FORM.SCORES else 0) + (1 if FORM.TIED else 0)
     for n in range(work.chunks):
@@ -197,14 +198,17 @@ def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
         load(d_o, at.token, at.head * V, at.left, full_o, tiles.d_o.index(0), ENDS)
         full_e = barriers.full_e.index(0)
         row, column = at.token, at.head * V
-        if FORM.TIED:
+        if FORM.TIED and not FORM.LENDS:
             row, column = at.slot * CHUNK, 0
         mbarrier.wait(barriers.empty_e.index(0), once)
         mbarrier.expect(full_e, CHUNK * V * 2)
         load(errors, row, column, at.left, full_e, tiles.errors.index(0), ENDS)
         mbarrier.wait(barriers.empty_s.index(0), once)
         mbarrier.expect(full_s, V * K * 2)
-        load_state(states, at.slot * V, full_s, tiles.states.index(0))
+        if FORM.LENDS:
+            load_lent_state(states, lower_states, at, full_s, tiles.states.index(0), K, V)
+        else:
+            load_state(states, at.slot * V, full_s, tiles.states.index(0))
 
 
 @gluon.jit
@@ -429,25 +433,27 @@ GENERAL = ["heads", "per_segment", "T", "s_decay_b", "s_decay_t", "s_decay_h"]
 
 @gluon.jit(do_not_specialize=GENERAL)
 def fused_backward_kernel(
-    q, k, d_o, errors, states, scores, corrections, d_q, d_k, d_v, scalings, norms, chunk_decay,
-    d_beta, log_decay, d_log_decay, d_final, d_initial, cu_seqlens, scale, heads, per_segment, T,
-    s_decay_b, s_decay_t, s_decay_h, K: gl.constexpr, V: gl.constexpr, TIED: gl.constexpr,
-    DECAY: gl.constexpr, UNIT: gl.constexpr, ENDS: gl.constexpr, CUT: gl.constexpr,
-    REGISTERS: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
+    q, k, d_o, errors, states, lower_states, scores, corrections, d_q, d_k, d_v, scalings, norms,
+    chunk_decay, d_beta, log_decay, d_log_decay, d_final, d_initial, cu_seqlens, scale, heads,
+    per_segment, T, s_decay_b, s_decay_t, s_decay_h, K: gl.constexpr, V: gl.constexpr,
+    TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr, ENDS: gl.constexpr,
+    CUT: gl.constexpr, REGISTERS: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of tiles up to d_v; without an erase `errors` is v. States are [WIDTH, KEYS].
 
     CUT: programs go through segments, from the gradients by the states at their ends.
     """
     FORM: gl.constexpr = Form(
-        TIED, DECAY, UNIT, ENDS, SCORES=scores is not None, CUT=CUT, FINAL=d_final is not None,
-        KEYS=KEYS, WIDTH=WIDTH,
+        TIED, DECAY, UNIT, ENDS, SCORES=scores is not None, LENDS=lower_states is not None, CUT=CUT,
+        FINAL=d_final is not None, KEYS=KEYS, WIDTH=WIDTH,
     )  # fmt: skip
     # What is not there is another thing that nobody touches.
     if scores is None:
         scores = q
     if corrections is None:
         corrections = q
+    if lower_states is None:
+        lower_states = q
     if not DECAY:
         log_decay, d_log_decay, chunk_decay = d_initial, d_initial, d_initial
     if not TIED:
@@ -473,11 +479,12 @@ def fused_backward_kernel(
     d_initial += (sequence * heads + work.head).to(gl.int64) * (WIDTH * KEYS)
     barrier()
     shared = tiles, barriers, work
+    loads = q, k, d_o, errors, states, lower_states, scores, corrections
     decays = log_decay, d_log_decay, chunk_decay, T, s_decay_b, s_decay_t, s_decay_h
     gl.warp_specialize(
         [
             (compute_role, (shared, (d_final, d_initial, chunk_decay, d_beta), K, V, FORM)),
-            (load_role, (shared, (q, k, d_o, errors, states, scores, corrections), K, V, FORM)),
+            (load_role, (shared, loads, K, V, FORM)),
             (store_role, (shared, (d_q, d_k, d_v), K, V, FORM)),
             (factor_role, (shared, scalings, norms, scale, FORM)),
             (decay_role, (shared, decays, FORM)),

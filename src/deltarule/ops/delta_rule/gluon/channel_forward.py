@@ -85,7 +85,7 @@ def channel_forward_kernel(
             errors, scores, corrections, states, decayed_q, erase, write, scalings, chunk_decay,
             fast_rows,
         )  # fmt: skip
-    MOVED: gl.constexpr = Form(True, TIED, UNIT, INITIAL, False, False, 1, 1, K, V, ENDS)
+    MOVED: gl.constexpr = Form(True, TIED, UNIT, INITIAL, False, False, False, 1, 1, K, V, ENDS)
     own = tiles, barriers, place, saved
     gates = log_decay, beta, q_norm, k_norm, value_heads * K, s_beta_t, heads * 2
     # Rows are counted from the sequence's start on, in 64 bits.

@@ -105,9 +105,9 @@ GENERAL = ["T", "s_decay_b", "s_decay_t", "s_decay_h", "s_beta_b", "s_beta_t", "
 
 @gluon.jit(do_not_specialize=GENERAL)
 def forward_kernel(
-    q, k, v, o, states, errors, scores, corrections, scalings,
-    chunk_decay, log_decay, beta, norms, cu_seqlens, initial_state, final_state, scale, log_scale,
-    T, heads, value_heads, s_decay_b, s_decay_t, s_decay_h, s_beta_b, s_beta_t, s_beta_h,
+    q, k, v, o, states, lower_states, errors, scores, corrections,
+    scalings, chunk_decay, log_decay, beta, norms, cu_seqlens, initial_state, final_state, scale,
+    log_scale, T, heads, value_heads, s_decay_b, s_decay_t, s_decay_h, s_beta_b, s_beta_t, s_beta_h,
     K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr, PER_GATE: gl.constexpr,
     SLOTS: gl.constexpr, DECAY: gl.constexpr, TIED: gl.constexpr, UNIT: gl.constexpr,
     PACKED: gl.constexpr, ENDS: gl.constexpr, SAVE: gl.constexpr, TENSOR: gl.constexpr,
@@ -116,7 +116,7 @@ def forward_kernel(
 ):  # fmt: skip
     """q, k, v and o are descriptors of tiles.
 
-    SAVE: states, errors, scores, corrections (descriptors), scalings and chunk_decay are left, too,
+    SAVE: states up to corrections (descriptors), scalings and chunk_decay are left, too,
     those of them that this form of the call has; the scan back may take the scores itself. States
     are [N, HV, WIDTH, KEYS], and tiles of V values and K keys may have more. PER_GATE heads share a
     gate. The first state role has the registers that the others leave.
@@ -148,8 +148,7 @@ def forward_kernel(
     else:
         log_decay = final_state
     if TIED:
-        first = token * STEPS
-        beta += row.to(gl.int64) * s_beta_b + first * s_beta_t + gate * s_beta_h
+        beta += row.to(gl.int64) * s_beta_b + token * STEPS * s_beta_t + gate * s_beta_h
     else:
         beta = final_state
     norm = final_state
@@ -157,21 +156,23 @@ def forward_kernel(
         norm = norms + ((row.to(gl.int64) * T + token) * heads + place.key_head) * (1 + STEPS)
     barrier()
     # What is not there is another thing that nobody touches.
+    saved = final_state
     SCORES: gl.constexpr = SAVE and scores is not None
+    LENDS: gl.constexpr = SAVE and lower_states is not None
     if SAVE:
         if not SCORES:
             scores = states
+        if not LENDS:
+            lower_states = states
         if not TIED:
             errors, corrections = states, states
         if scalings is None:
             scalings = final_state
         if not DECAY:
             chunk_decay = final_state
-        saved = Saved(states, errors, scores, corrections, scalings, chunk_decay)
-    else:
-        saved = final_state
+        saved = Saved(states, lower_states, errors, scores, corrections, scalings, chunk_decay)
     FORM: gl.constexpr = Form(
-        DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, STEPS, PER_GATE, KEYS, WIDTH, ENDS
+        DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, LENDS, STEPS, PER_GATE, KEYS, WIDTH, ENDS
     )
     own = tiles, barriers, place, saved
     gates = log_decay, beta, norm, s_decay_t, s_beta_t, heads * (1 + STEPS), scale, log_scale

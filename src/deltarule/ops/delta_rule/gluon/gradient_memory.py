@@ -54,8 +54,8 @@ class Form(NamedTuple):
     """What a call has; the value heads of a key head, and those of a gate.
 
     VALUES: dv is left. KEPT: S and E are those of all chunks. D and X may lie in the gradients. In
-    one kernel with the scan back: SCORES were saved, sequences are CUT, D is given at their ends
-    (FINAL), and a state is [WIDTH, KEYS].
+    one kernel with the scan back: SCORES were saved, S and E lie where gradients will (LENDS),
+    sequences are CUT, D is given at their ends (FINAL), and a state is [WIDTH, KEYS].
     """
 
     TIED: bool
@@ -69,6 +69,7 @@ class Form(NamedTuple):
     X_IS_LENT: bool = False
     D_IS_LENT: bool = False
     SCORES: bool = False
+    LENDS: bool = False
     CUT: bool = False
     FINAL: bool = False
     KEYS: int = 128
@@ -227,14 +228,7 @@ def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
             mbarrier.wait(barriers.empty_d.index(0), (done & 1) ^ 1)
             mbarrier.expect(full_d, V * K * 2)
             if FORM.D_IS_LENT:
-                # From where its first 64 rows, and the others, lie.
-                for top in gl.static_range(0, V, CHUNK):
-                    for left in gl.static_range(0, K, CHUNK):
-                        part = tiles.d_states.slice(top, CHUNK).slice(left, CHUNK, 1)
-                        place = [at.token, at.head * K + left]
-                        tma.async_copy_global_to_shared(
-                            lower if top else upper, place, full_d, part
-                        )
+                load_lent_state(upper, lower, at, full_d, tiles.d_states, K, V)
             else:
                 load_state(upper, at.own * V, full_d, tiles.d_states)
             mbarrier.wait(barriers.empty_s.index(0), (done & 1) ^ 1)
@@ -279,3 +273,16 @@ def store_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr)
 def load_state(x, row, full, tile):
     place = place_of_rows(x, row, tile.shape[0])
     tma.async_copy_global_to_shared(x, place, full, framed(tile, x))
+
+
+@gluon.jit
+def load_lent_state(upper, lower, at, full, tile, K: gl.constexpr, V: gl.constexpr):
+    """[V, K] of a chunk, of which the first 64 rows lie in one tensor of tokens, the others in one.
+
+    Tiles of 64 columns: of a tile with more rows those lie apart from the others.
+    """
+    for top in gl.static_range(0, V, CHUNK):
+        for left in gl.static_range(0, K, CHUNK):
+            part = tile.slice(top, CHUNK).slice(left, CHUNK, 1)
+            place = [at.token, at.head * K + left]
+            tma.async_copy_global_to_shared(lower if top else upper, place, full, part)

@@ -86,6 +86,12 @@ def can_whole(inputs: Inputs, cut: bool) -> bool:
     )
 
 
+def keeps_tiles(inputs: Inputs, per_segment: int) -> bool:
+    """Whether segments are so long that tiles of all values, which the third needs, are faster."""
+    long = per_segment >= LEAST_WHOLE and inputs.erase == "tied"
+    return long and can_whole(inputs, cut=True)
+
+
 def runs(call: Call) -> bool:
     """Whether the first takes this call: like the others, a function of shapes, types and GPU."""
     q = call.inputs.q
@@ -115,6 +121,18 @@ def takes_whole(call: Call) -> bool:
     if inputs.normalize_qk and inputs.beta is not None:
         least = FILLED_WITH_NORMS
     return programs >= least * processors * -(-programs // processors)
+
+
+def lends(call: Call) -> bool:
+    """Whether S and E of a forward that saves lie where the gradients by q, k and v will.
+
+    So a call that nobody repeats takes no memory for those (passes.py). As with `lent`, tiles are
+    whole.
+    """
+    inputs = call.inputs
+    sizes = inputs.q.shape[3], inputs.v.shape[3]
+    whole = call.once(ends) == "whole" and sizes == padded(inputs)
+    return whole and stage.pays(inputs, call.plan, True) and takes_whole(call)
 
 
 def ends(call: Call) -> str:
@@ -214,17 +232,22 @@ def backward(call: Call, d_end: Tensor | None) -> None:
     heads, tokens = inputs.q.shape[2], inputs.q.shape[1]
     given = (
         inputs.q, inputs.k, call["d_o"], inputs.v if inputs.beta is None else call["errors"],
-        call["states"], call["scores"], call["corrections"], call["d_q"], call["d_k"], call["d_v"],
-        call["scalings"], norms_of(call), call["chunk_decay"], call["d_beta"], inputs.log_decay,
-        call["d_log_decay"], d_end, call["d_initial"], inputs.cu_seqlens,
-        inputs.scale, heads, call.plan.per_segment, tokens, *strides(inputs.log_decay),
+        call["states"], call["lower_states"], call["scores"], call["corrections"], call["d_q"],
+        call["d_k"], call["d_v"], call["scalings"], norms_of(call), call["chunk_decay"],
+        call["d_beta"], inputs.log_decay, call["d_log_decay"], d_end, call["d_initial"],
+        inputs.cu_seqlens, inputs.scale, heads, call.plan.per_segment, tokens,
+        *strides(inputs.log_decay),
     )  # fmt: skip
-    call.once(backward_launch)((stretches(inputs, call.plan) * heads, 1, 1), *given)
+    launch = call.once(backward_launch, bool(call["lends"]))
+    launch((stretches(inputs, call.plan) * heads, 1, 1), *given)
 
 
-def backward_launch(call: Call) -> Launch:
+def backward_launch(call: Call, lends: bool) -> Launch:
     inputs, sizes, rows = call.inputs, (WHOLE_SIZE, WHOLE_SIZE), CHUNK.value
-    tiles = {"states": of_states(inputs, [*sizes])}
+    heads, tiles = inputs.q.shape[2], {"states": of_states(inputs, [*sizes])}
+    if lends:
+        tiles = dict.fromkeys(("states", "lower_states"), (heads * WHOLE_SIZE, [rows, rows]))
+        tiles["errors"] = of_heads(heads, WHOLE_SIZE, [rows, WHOLE_SIZE])
     tiles |= {x: (rows, [rows, rows]) for x in ("scores", "corrections") if call[x] is not None}
     (keys, values), cut = (inputs.q.shape[3], inputs.v.shape[3]), call.plan.per_segment > 0
     choices = {"KEYS": keys, "WIDTH": values, "CUT": cut}

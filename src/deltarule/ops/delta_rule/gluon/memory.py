@@ -59,7 +59,9 @@ Barriers = namedtuple(
 # STEPS is the number n of a token's writes, in the rows n t to n t + n - 1. PER_GATE heads share
 # a gate, and what is saved but S and E: they leave the same bits there. A key has KEYS channels
 # and a value WIDTH. ENDS: sequences have "whole" chunks, or a last one may be "ragged".
-Form = namedtuple("Form", "DECAY TIED UNIT INITIAL SAVE SCORES STEPS PER_GATE KEYS WIDTH ENDS")
+Form = namedtuple(
+    "Form", "DECAY TIED UNIT INITIAL SAVE SCORES LENDS STEPS PER_GATE KEYS WIDTH ENDS"
+)
 
 # First token and number of tokens of the program's sequence, its chunks, and its heads.
 #
@@ -69,8 +71,9 @@ Place = namedtuple("Place", "start tokens chunks value_head key_head value_heads
 # What a backward is saved from computing again, as triton/passes.py keeps it.
 Saved = namedtuple(
     "Saved",
-    # Descriptors of [slots * V, K] and of [slots * 64, V or 64].
-    "states errors scores corrections "
+    # Descriptors of [slots * V, K] and of [slots * 64, V or 64]. Where gradients will be (LENDS),
+    # the first 64 rows of S and the last lie as q and k do, and E as v.
+    "states lower_states errors scores corrections "
     # Pointers to [slots, SCALINGS, 64] and to [slots].
     "scalings chunk_decay",
 )

@@ -58,7 +58,7 @@ SLOTS_THAT_SAVE = 2
 # Writes of a token, at most; and that many where it is taken unasked.
 MOST_STEPS, STEPS_TIMED = 2, 2
 # What a backward is saved from computing again.
-KEPT = ("states", "errors", "scores", "corrections", "scalings", "chunk_decay")
+KEPT = ("states", "lower_states", "errors", "scores", "corrections", "scalings", "chunk_decay")
 # Channels of a head come in steps of so many: rows of 32 bytes.
 STEP = 16
 # Keys of a head from which on its parts are taken unasked. With fewer, a program of Triton's has
@@ -148,6 +148,31 @@ def in_parts(inputs: Inputs) -> Inputs:
     return inputs._replace(v=v, initial_state=state)
 
 
+def call_of(inputs: Inputs, save: bool) -> Call:
+    """A call as kernels take it: where these do, parts of value heads are heads.
+
+    With `save`, the backward, where it is one kernel (what is computed again takes the kernels of
+    windows, so that a cut changes no bits), and whether S and E lie where gradients will.
+    """
+    from deltarule.ops.delta_rule.gluon import gradient_stage
+
+    taken = taken_in_parts(inputs, save)
+    call = Call(taken, make_plan(taken), inputs)
+    if save:
+        call.values["whole"] = call.once(gradient_stage.takes_whole) and gradient_stage.backward
+        call.values["lends"] = call.once(gradient_stage.lends)
+    return call
+
+
+def lending(call: Call, shapes: Shapes) -> Shapes:
+    """What is saved, with S as the chunk's tokens of q and of k lie, and E as those of v."""
+    inputs, dtype = call.inputs, call.inputs.q.dtype
+    lent = {"states": (inputs.q.shape, dtype), "lower_states": (inputs.k.shape, dtype)}
+    if inputs.beta is not None:
+        lent["errors"] = inputs.v.shape, dtype
+    return shapes | lent
+
+
 def taken_in_parts(inputs: Inputs, save: bool) -> Inputs:
     """The same where the kernels of parts are faster, forwards and backwards; else the call."""
     from deltarule.ops.delta_rule.gluon.gradient_stage import runs
@@ -209,7 +234,7 @@ def place_in_order(inputs: Inputs) -> str:
     return "can run; triton comes first, and its own kernels are faster for so few heads and rows"
 
 
-def forward_launch(call: Call, save: bool) -> Launch:
+def forward_launch(call: Call, save: bool, lends: bool) -> Launch:
     inputs = call.inputs
     _, tokens, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
@@ -231,8 +256,10 @@ def forward_launch(call: Call, save: bool) -> Launch:
     if save:
         # With an erase two state roles leave their shares of the rows of P.
         share = rows // (values // part) if inputs.beta is not None else rows
+        half = (heads * keys, [part, keys]) if lends else of_states(inputs, [part, keys])
+        width = value_heads * value_size if lends else value_size
         saved = {
-            "states": of_states(inputs, [part, keys]), "errors": (value_size, [rows, part]),
+            "states": half, "lower_states": half, "errors": (width, [rows, part]),
             "scores": (rows, [share, rows]), "corrections": (rows, [rows, rows]),
         }  # fmt: skip
         tiles |= {name: tile for name, tile in saved.items() if call[name] is not None}
@@ -314,7 +341,8 @@ def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
         inputs.initial_state, final, scale, math.log2(scale), *q.shape[1:3], value_heads,
         *strides(inputs.log_decay), *strides(inputs.beta),
     )  # fmt: skip
-    call.once(forward_launch, save)((inputs.sequences * value_heads, 1, 1), *given)
+    launch = call.once(forward_launch, save, bool(call["lends"]))
+    launch((inputs.sequences * value_heads, 1, 1), *given)
     return o, final
 
 

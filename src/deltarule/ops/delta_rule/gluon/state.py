@@ -84,7 +84,7 @@ def state_role(
         number = place.slot + i * place.value_heads
         if FORM.SAVE:
             low = value(left, STATE)
-            save_state(tiles, barriers, saved, number, low, PART, PARTS, FORM)
+            save_state(shared, i, number, low, PART, PARTS, K, FORM)
         v = tiles.v.index(slot * PARTS + PART).permute((1, 0)).load(TOKENS)
         if FORM.TIED:
             o = finish((o,), places.has_out, i & 1, 1)
@@ -129,8 +129,8 @@ def state_role(
             mbarrier.arrive(barriers.written.index(PART))
         elif FORM.TIED:
             errors = tiles.errors.index(PART)
-            place_of_errors = [number * CHUNK, PART * VALUES]
-            tma.async_copy_shared_to_global(saved.errors, place_of_errors, errors)
+            at = place_of_errors(place, i, number, PART, PARTS, FORM.LENDS)
+            tma.async_copy_shared_to_global(saved.errors, at, errors)
     if FORM.SAVE:
         fence_async_shared()
         mbarrier.arrive(barriers.written.index(PART))
@@ -155,19 +155,34 @@ def decayed(tiles, gate, places, s, K: gl.constexpr, DECAY: gl.constexpr):
 
 
 @gluon.jit
+def place_of_errors(place, i, number, PART: gl.constexpr, PARTS: gl.constexpr, LENDS: gl.constexpr):
+    found = [number * CHUNK, PART * VALUES]
+    if LENDS:
+        column = (place.value_head * PARTS + PART) * VALUES
+        found = [place.start.to(gl.int32) + i * CHUNK, column]
+    return found
+
+
+@gluon.jit
 def save_state(
-    tiles, barriers, saved, number, low, PART: gl.constexpr, PARTS: gl.constexpr,
+    shared, i, number, low, PART: gl.constexpr, PARTS: gl.constexpr, K: gl.constexpr,
     FORM: gl.constexpr,
 ):  # fmt: skip
     """S of the chunk's start on its way out; o of the chunk before, too: first of all, nothing."""
+    tiles, barriers, place, saved = shared
     tma.store_wait(copies_between(FORM))
     barrier()
     tiles.saved.index(PART).store(low)
     fence_async_shared()
     mbarrier.arrive(barriers.written.index(PART))
-    at = place_of_rows(saved.states, (number * PARTS + PART) * VALUES, PARTS * VALUES)
-    x = framed(tiles.saved.index(PART), saved.states)
-    tma.async_copy_shared_to_global(saved.states, at, x)
+    if FORM.LENDS:
+        at = [place.start.to(gl.int32) + i * CHUNK, place.key_head * K]
+        states = saved.lower_states if PART == 1 else saved.states
+        tma.async_copy_shared_to_global(states, at, tiles.saved.index(PART))
+    else:
+        at = place_of_rows(saved.states, (number * PARTS + PART) * VALUES, PARTS * VALUES)
+        x = framed(tiles.saved.index(PART), saved.states)
+        tma.async_copy_shared_to_global(saved.states, at, x)
 
 
 @gluon.jit

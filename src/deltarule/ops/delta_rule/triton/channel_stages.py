@@ -38,7 +38,6 @@ from deltarule.ops.delta_rule.triton.tile_sizes import configuration, power_of_t
 from deltarule.ops.delta_rule.triton.tiles import SCALINGS
 from deltarule.ops.dispatch import PLAIN
 from deltarule.ops.runtime.launch import TAPE, Grid
-from deltarule.ops.runtime.replay import capturing
 
 # Programs for flagged chunks: two for each of the multiprocessors of a large GPU.
 PROGRAMS = 256
@@ -208,7 +207,7 @@ def constant(q: Tensor, make: Callable[..., Tensor], *of: Hashable) -> Tensor:
 
     if (found := made_once.get((make, *of))) is None:
         # Memory that a graph captures is valid in its replays alone, and cannot be kept.
-        if type(q) not in PLAIN or capturing():
+        if type(q) not in PLAIN or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
             return make(*of)
         # A new thread is outside of the modes and the graphs that the call may be in.
         with ThreadPoolExecutor(1) as thread:

@@ -36,11 +36,11 @@ def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(
-    d_o: Tensor, d_final: Tensor | None, inputs: Inputs, saved: Tensor
+    d_o: Tensor, d_final: Tensor | None, inputs: Inputs, saved: Tensor, spent: bool = False
 ) -> tuple[Tensor | None, ...]:
     """Gradients by the eight tensors from q to initial_state; None in place of a zero d_final."""
     d_final = None if d_final is None else piece(d_final)
-    return gradient_stages(contiguous(inputs), piece(d_o), d_final, saved)
+    return gradient_stages(contiguous(inputs), piece(d_o), d_final, saved, spent)
 
 
 def compiled_first(run: Callable[..., object]) -> Callable[..., None]:
@@ -79,10 +79,8 @@ def forward_stages(inputs: Inputs, save: bool) -> Outputs:
 
 
 def call_of(inputs: Inputs, save: bool) -> Call:
-    """A call as its kernels take it: where fused ones do, parts of value heads are heads."""
     fused = fused_stage(inputs)
-    taken = fused.taken_in_parts(inputs, save) if fused else inputs
-    return Call(taken, plan.make_plan(taken), inputs)
+    return fused.call_of(inputs, save) if fused else Call(inputs, plan.make_plan(inputs), inputs)
 
 
 def fused_stage(inputs: Inputs) -> Any:
@@ -94,13 +92,16 @@ def fused_stage(inputs: Inputs) -> Any:
     return stage
 
 
-def backward_stages(inputs: Inputs, d_o: Tensor, d_final: Tensor | None, saved: Tensor) -> Outputs:
+def backward_stages(
+    inputs: Inputs, d_o: Tensor, d_final: Tensor | None, saved: Tensor, spent: bool = False
+) -> Outputs:
     """Gradients by the tensors that were given; what was not saved is computed again."""
-    call = call_back(inputs, plan.make_plan(inputs))
-    if not saved.numel() and (fused := fused_stage(inputs)) is not None:
+    call, again = call_back(inputs, plan.make_plan(inputs)), not saved.numel()
+    if again and (fused := fused_stage(inputs)) is not None:
         saved = fused.kept_again(call_of(call.inputs, True), saved)
     if saved.numel():
         call = call_of(call.inputs, True)
+    call.values["spent"] = spent and not again and call["lends"]
     return gradients(call, begin_back(call, d_o, d_final, saved))
 
 
@@ -153,13 +154,9 @@ def gradients(call: Call, cut: Windows | None) -> tuple[Tensor | None, ...]:
 
 def head_gradients(call: Call) -> None:
     d_end = last_gradients(call) if call.plan.per_segment else call["d_final"]
-    # What is computed again takes the kernels of windows, so that a cut changes no bits.
-    if not call["again"] and call["join"] is None and plan.on_hopper(call.inputs.q):
-        from deltarule.ops.delta_rule.gluon import gradient_stage
-
-        if call.once(gradient_stage.takes_whole):
-            gradient_stage.backward(call, d_end)
-            return
+    if call["whole"]:
+        call["whole"](call, d_end)
+        return
     stage = gradients_of(call)
     own = call.room(stage.own_shapes, call.plan.chunks, False)
     scan_back(call, own | stage.room_in_gradients(call) | {"d_final": d_end})
@@ -168,9 +165,14 @@ def head_gradients(call: Call) -> None:
 
 def new_gradients(call: Call) -> None:
     """Room for the gradients, in the types of their tensors; that by log_decay in float32."""
+    places = {"q": "states", "k": "lower_states", "v": "errors"} if call["spent"] else {}
+    # No views: what is done to one of those in place counts as done to all.
+    lent = {name: call[x].data for name, x in places.items() if call[x] is not None}
     for name in Inputs._fields[:7]:
         x, exact = call.given.v if name == "v" else call[name], name == "log_decay"
-        made = None if x is None else call.empty(x.shape, torch.float32 if exact else x.dtype)
+        made = lent.get(name)
+        if made is None and x is not None:
+            made = call.empty(x.shape, torch.float32 if exact else x.dtype)
         call.values[f"d_{name}"] = made
     call.values["d_initial"] = call.empty(call.given.state_shape)
 
@@ -215,13 +217,14 @@ def kept_shapes(call: Call, save: bool) -> Shapes:
     return shapes
 
 
-def kept_layout(call: Call, save: bool) -> Layout:
-    return Layout.of(kept_shapes(call, save))
+def kept_layout(call: Call, save: bool, lends: bool = False) -> Layout:
+    shapes = kept_shapes(call, save)
+    return Layout.of(fused_stage(call.inputs).lending(call, shapes) if lends else shapes)
 
 
 def keep(call: Call, save: bool, kept: Tensor | None = None) -> Tensor:
     """Have what a forward keeps join the namespace, from where it lies or in new memory."""
-    places = call.once(kept_layout, save)
+    places = call.once(kept_layout, save, bool(call["lends"]))
     kept = call.empty((places.elements,)) if kept is None else kept
     call.values |= places.views(kept)
     return kept

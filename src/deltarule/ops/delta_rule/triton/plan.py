@@ -96,11 +96,9 @@ def new_plan(inputs: Inputs) -> Plan:
         at_once = programs <= multiprocessors(inputs.q.device)
         worth = half < tile and at_once and (shorter or not per_segment)
         if worth and on_hopper(inputs.q):
-            from deltarule.ops.delta_rule.gluon.gradient_stage import LEAST_WHOLE, can_whole
+            from deltarule.ops.delta_rule.gluon.gradient_stage import keeps_tiles
 
-            # Long segments in tiles of all values, which the whole backward needs, are faster.
-            long = per_segment >= LEAST_WHOLE and inputs.erase == "tied"
-            worth = not (long and can_whole(inputs, cut=True))
+            worth = not keeps_tiles(inputs, per_segment)
         key, per_segment = (narrow, shorter) if worth else (key, per_segment)
     return Plan(key, numbers_of(inputs, size), sizes, per_segment)
 

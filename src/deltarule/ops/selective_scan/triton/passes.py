@@ -115,7 +115,7 @@ def carried(
 
 
 def backward(
-    d_o: Tensor, d_final: Tensor | None, inputs: ScanInputs, saved: Tensor
+    d_o: Tensor, d_final: Tensor | None, inputs: ScanInputs, saved: Tensor, spent: bool = False
 ) -> tuple[Tensor | None, ...]:
     """Gradients by q, k, v, delta, A, the decays, beta and initial_state; None for what is None.
 
