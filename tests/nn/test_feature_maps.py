@@ -315,16 +315,3 @@ def test_norms_of_the_output(name, norm):
     expected = expected.reshape(2, 3, -1) * activated.flatten(-2)
     assert relative_rms(layer.normed(o, gate), expected) <= 1e-12
     assert layer(inputs(1, 4, DOUBLE))[0].isfinite().all()
-
-
-def test_a_gated_deltanet_block_with_the_naive_delta_rule():
-    """That row of the ablation is DeltaNet in Gated DeltaNet's block: the same without a decay."""
-    options = {"num_heads": 2, "head_k_dim": 12, "head_v_dim": 24, "output_gate": True}
-    naive = MIXERS["deltanet"](HIDDEN, **options).double()
-    gated = MIXERS["gated_deltanet"](HIDDEN, num_heads=2).double()
-    missing = gated.load_state_dict(naive.state_dict(), strict=False)
-    assert {key.partition(".")[0] for key in missing.missing_keys} == {"a_proj", "A_log", "dt_bias"}
-    with torch.no_grad():
-        gated.A_log.fill_(-100)
-    x = inputs(1, 6, DOUBLE)
-    assert relative_rms(naive(x)[0], gated(x)[0]) <= 1e-12

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from deltarule import nn, pack
 from deltarule.models import CausalLM, ModelConfig
-from deltarule.nn import HGRN2, MIXERS, RULES, RWKV7, State, TitansLinear, TTTLinear
+from deltarule.nn import MIXERS, RULES, RWKV7, State, TitansLinear, TTTLinear
 from deltarule.nn.call import LayerCall
 from deltarule.nn.layout import make_layout
 from deltarule.nn.two_memories import LOG_ZERO, running_log_sum
@@ -171,54 +171,28 @@ def test_the_first_of_its_kind_in_a_hybrid_needs_no_value_projection():
     assert RWKV7.from_config(layers, 2).value_proj is not None
 
 
-def test_bounds_rise_from_layer_to_layer():
-    layers = config(layer_types=("hgrn2", "attention", "hgrn2", "hgrn2"), num_layers=4)
-    first, second, third = (HGRN2.from_config(layers, index) for index in (0, 2, 3))
-    assert first.bound_logits.shape == (3, 2, 16)
-    assert second.bound_logits is None
-    with torch.no_grad():
-        first.bound_logits.normal_()
-    shared = {}
+DOUBLE = torch.float64
+NETWORKS = ["ttt_linear", "ttt_mlp", "titans_linear", "titans_mlp"]
+
+
+@pytest.mark.parametrize("name", ["hgrn", "hgrn2"])
+def test_bounds_are_those_of_the_paper_and_the_model_learns_them(name):
+    layers = config(layer_types=(name, "attention", name, name), num_layers=4)
+    first, second, third = (MIXERS[name].from_config(layers, index) for index in (0, 2, 3))
+    assert second.bound_logits is third.bound_logits is None
+    torch.nn.init.normal_(first.bound_logits)
+    shared, expected = {}, hgrn.lower_bounds(first.bound_logits.flatten(1))
     assert first.lower_bound(shared) is None
-    share = first.bound_logits.softmax(0)
-    torch.testing.assert_close(second.lower_bound(shared), share[1])
-    torch.testing.assert_close(third.lower_bound(shared), share[1] + share[2])
-    assert (third.lower_bound(shared) < 1).all()
-    alone = make("hgrn2")
+    for layer, bound in ((second, expected[1]), (third, expected[2])):
+        torch.testing.assert_close(layer.lower_bound(shared).flatten(), bound)
+    alone = make(name)
     assert second.lower_bound({}) is alone.bound_logits is alone.lower_bound({}) is None
-
-
-def test_the_bound_keeps_what_would_be_forgotten():
-    layers = config(layer_types=("hgrn2",) * 2, num_layers=2)
-    first, second = (HGRN2.from_config(layers, index) for index in range(2))
-    x, shared = inputs(1, 9), {}
-    first(x, shared=shared)
-    assert not torch.equal(second(x, shared=shared)[0], second(x)[0])
-
-
-def test_the_model_learns_its_bounds():
-    torch.manual_seed(0)
     sizes = {"vocab_size": 9, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
-    model = CausalLM(ModelConfig(layer_types="hgrn2", **sizes))
+    model = CausalLM(ModelConfig(layer_types=name, **sizes))
     model(torch.randint(9, (2, 12)))[0].square().sum().backward()
     bounds = model.blocks[0].mixer.bound_logits
     assert bounds.dtype == torch.float32
     assert (bounds.grad != 0).any()
-
-
-def test_hgrn_bounds_are_those_of_the_paper():
-    layer, shared = MIXERS["hgrn"](HIDDEN, num_heads=2), {}
-    layer.find_place(("hgrn", "attention", "hgrn", "hgrn"), 0)
-    torch.nn.init.normal_(layer.bound_logits)
-    expected = hgrn.lower_bounds(layer.bound_logits.flatten(1))
-    layer.lower_bound(shared)
-    later = MIXERS["hgrn"](HIDDEN, num_heads=2)
-    later.find_place(("hgrn", "attention", "hgrn", "hgrn"), 3)
-    torch.testing.assert_close(later.lower_bound(shared).flatten(), expected[2])
-
-
-DOUBLE = torch.float64
-NETWORKS = ["ttt_linear", "ttt_mlp", "titans_linear", "titans_mlp"]
 
 
 def test_mesa_solves_exactly_on_request():
@@ -266,16 +240,6 @@ def test_large_inputs_do_not_make_the_memory_infinite(name, size):
     assert all(maps.isfinite().all() for maps in state.values())
     y.square().mean().backward()
     assert all(p.grad.isfinite().all() for p in layer.parameters())
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_the_first_network_is_learned(name):
-    layer = make(name)
-    layer(inputs(1, 40))[0].square().sum().backward()
-    assert all((start.grad != 0).any() for start in layer.starts)
-    _, state = layer(inputs(2, 0))
-    for key, start in zip(layer.names("recurrent"), layer.starts, strict=True):
-        assert torch.equal(state[key], start.expand(2, *start.shape))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
