@@ -17,8 +17,8 @@ PARTS = {
     r"|test_package\.py::.*(process|any_extra|no_extra)|train/test_token_shards\.py::.*memory",
     # The step of CI that has the extra `hf` runs all of its tests.
     "compiler": r"(?!hf/).*::.*(compile|opcheck|export)",
-    "interpreter": r"kernels/test_(triton|segments|windows|recording|first_call|mesa)"
-    r".*\.py|ops/test_(contract|memory)_kernels\.py|bench/test_neighbours\.py"
+    "interpreter": r"kernels/test_(triton|segments|windows|recording|first_call)"
+    r".*\.py|ops/test_contract_kernels\.py|bench/test_neighbours\.py"
     r"|ops/test_gluon(_products)?\.py|ops/test_gluon_gradients\.py::(?!.*\[.*(whole|channels))"
     r"|ops/test_(recurrent_step|gate_logits|pools)\.py::.*\[triton",
     "grid": r"nn/test_(mixers|training|on_gpu)\.py"

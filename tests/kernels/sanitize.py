@@ -9,7 +9,6 @@ is one that the sanitizer sees. Run it once alone before: what is compiled then 
 import os
 import sys
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 
 # Read when PyTorch takes its first memory.
@@ -26,7 +25,6 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.step import recurrent_step
 from deltarule.ops.dispatch import forget_calls
 from neighbours import MAKERS, with_gradients
-from ops import memories
 from ops.contract import OPERATORS, gradients
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -86,10 +84,8 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for name, make in MAKERS.items():
         yield f"neighbour: {name}", lambda make=make: neighbour(make().to(torch.float16))
     for lengths in (None, LENGTHS):
-        for name in ("all", "mesa"):
+        for name in ("all", "mesa", "ttt", "ttt of two maps", "titans", "titans of two maps"):
             yield f"{name}: {lengths}", lambda x=(name, lengths): beside(*x)
-        for which in product(("ttt", "titans"), (1, 2), (lengths,)):
-            yield f"{which[0]}, {which[1]} maps: {lengths}", lambda x=which: memory(*x)
 
 
 def dense(of: Configuration, tokens: int) -> Inputs:
@@ -147,16 +143,6 @@ def beside(name: str, lengths: tuple[int, ...] | None) -> None:
 def of(dtype: torch.dtype) -> torch.dtype:
     """Float32, or a whole number."""
     return torch.float32 if dtype.is_floating_point else dtype
-
-
-def memory(operator: str, maps: int, lengths: tuple[int, ...] | None) -> None:
-    """Forward and backward of `ttt` or `titans`."""
-    case = memories.make(operator, maps, lengths=lengths, tokens=40, size=16)
-    placed = {
-        name: x.to(DEVICE, x.dtype if name == "position" else torch.float32)
-        for name, x in case.tensors.items()
-    }
-    case.changed(**placed).gradients("triton" if DEVICE.type == "cuda" else "auto")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from deltarule.ops.runtime import launch as direct
 from deltarule.ops.runtime import named
 from deltarule.ops.runtime.launch import HERE, Launch, there
 from neighbours import MAKERS, with_gradients
-from ops import memories
 from ops.contract import OPERATORS as CONTRACT
 from ops.contract import gradients
 
@@ -141,22 +140,12 @@ def beside(name: str):
     tensors = operator.draw(tokens=300)
 
     def run(device: str) -> list[torch.Tensor]:
-        moved = {name: x.float().to(device) for name, x in tensors.items()}
+        moved = {
+            name: x.to(device, torch.float32 if x.is_floating_point() else x.dtype)
+            for name, x in tensors.items()
+        }
         outputs, found = gradients(operator, moved, impl="triton")
         return [*outputs, *found.values()]
-
-    return run
-
-
-def memory(operator: str, maps: int = 1):
-    case = memories.make(operator, maps)
-
-    def run(device: str) -> list[torch.Tensor]:
-        moved = {
-            n: (x.float() if x.is_floating_point() else x).to(device)
-            for n, x in case.tensors.items()
-        }
-        return memories.tensors_of(case.changed(**moved).run("triton"))
 
     return run
 
@@ -185,10 +174,10 @@ OPERATORS = {
         if name != "conv, all empty"
     },
     "selective scan": lambda: beside("all"),
-    "ttt": lambda: memory("ttt"),
-    "titans": lambda: memory("titans"),
-    "titans, two maps": lambda: memory("titans", 2),
-    "mesa": lambda: beside("mesa"),
+    **{
+        name: lambda name=name: beside(name)
+        for name in ("mesa", "ttt", "titans", "titans of two maps")
+    },
     "recurrence": recurrence,
 }
 

@@ -245,8 +245,8 @@ def cells(size: int = V) -> Operator:
     return Operator(make, run, constant=("recurrent",), **given)
 
 
-def memory(operator: str, maps: int) -> Operator:
-    """`ttt` or `titans`: sequences that have begun, in mini-batches of five tokens."""
+def memory(operator: str, maps: int, size: int = 5, channels: int = 4, inner: int = 7) -> Operator:
+    """`ttt` or `titans`: sequences that have begun, in mini-batches of so many tokens."""
     parts = ("weights", "summed", "anchor")[: 2 if operator == "ttt" else 3]
     states = tuple(f"{part}_{i + 1}" for part in parts for i in range(maps))
 
@@ -254,16 +254,19 @@ def memory(operator: str, maps: int) -> Operator:
         lengths = (tokens // max(sequences, 1),) * sequences if sequences != batch else None
         if lengths:
             lengths = (*lengths[:-1], lengths[-1] + tokens - sum(lengths))
-        return memories.make(operator, maps, batch=batch, tokens=tokens, lengths=lengths).tensors
+        sizes = {"size": size, "channels": channels, "inner": inner}
+        return memories.make(
+            operator, maps, batch=batch, tokens=tokens, lengths=lengths, **sizes
+        ).tensors
 
     def run(cu_seqlens: Tensor | None = None, impl: str = "auto", **given: object):
         tensors = {name: x for name, x in given.items() if name != "lengths"}
-        case = memories.Case(operator, tensors, 5)
+        case = memories.Case(operator, tensors, size)
         out = case.run(impl, given.get("lengths"), cu_seqlens=cu_seqlens)
         return (*memories.tensors_of(out), out.final_state.position)
 
     constant = ("step_scale", "norm_weight", "norm_bias")
-    return Operator(make, run, (*states, "position"), constant, shared=5)
+    return Operator(make, run, (*states, "position"), constant, shared=size)
 
 
 OPERATORS = {

@@ -37,6 +37,18 @@ def test_outputs_and_gradients_equal_the_definition(operator, lengths):
         assert_close(gradient, exact[name], gradient=True, name=name)
 
 
+@pytest.mark.gpu
+@every
+@every_layout
+def test_a_gpu_equals_the_cpu(operator, lengths):
+    x = operator.draw(lengths=lengths)
+    moved = {name: y.cuda() for name, y in x.items()}
+    (outputs, found), (expected, _) = (gradients(operator, y, impl="torch") for y in (moved, x))
+    for y, wanted in zip(outputs, expected, strict=True):
+        assert relative_rms(y.double(), wanted.double()) <= 1e-10
+    assert all(gradient.isfinite().all() for gradient in found.values())
+
+
 # No gradient goes through the stabilizer of `slstm`.
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name != "slstm"])
 def test_gradcheck(name):
