@@ -83,11 +83,6 @@ def test_a_failure_inside_transformers_is_not_mistaken_for_its_absence(monkeypat
         cpu.transformers_version()
 
 
-def test_repeats_must_be_positive():
-    with pytest.raises(ValueError, match="repeats"):
-        cpu.main(None, 0)
-
-
 def saves_twice(inputs):
     # Both products save x (once counted); the first saves its own result for the second.
     square = inputs["x"] * inputs["x"]

@@ -7,18 +7,32 @@ import torch
 import torch.nn.functional as F
 
 
+class Stored:
+    """Tensors by what follows a prefix in their names; those that are read are noted."""
+
+    def __init__(self, tensors, prefix="", read=None):
+        self.tensors, self.prefix = tensors, prefix
+        self.read = set() if read is None else read
+
+    def __getitem__(self, name):
+        self.read.add(self.prefix + name)
+        return self.tensors[self.prefix + name].double()
+
+    def under(self, prefix):
+        return Stored(self.tensors, self.prefix + prefix, self.read)
+
+
 def logits(config, tensors, tokens):
-    """[B, T, vocab_size] from tokens [B, T]."""
-    w = {name: x.double() for name, x in tensors.items()}
-    eps = config["norm_eps"]
+    """[B, T, vocab_size] from tokens [B, T]; every tensor that is stored counts."""
+    w, eps = Stored(tensors), config["norm_eps"]
     x = w["model.embeddings.weight"][tokens]
     for i in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{i}."
-        part = {n.removeprefix(layer): y for n, y in w.items() if n.startswith(layer)}
-        own = {n.removeprefix("attn."): y for n, y in part.items() if n.startswith("attn.")}
-        if (bounds := w.get("model.lower_bounds")) is not None:
-            share = bounds.softmax(0)
-            own["lower_bound"] = share.cumsum(0)[i] - share[0]
+        part = w.under(f"model.layers.{i}.")
+        own = part.under("attn.")
+        own.convolved = config.get("use_short_conv")
+        if config["model_type"] == "hgrn2":
+            share = w["model.lower_bounds"].softmax(0)
+            own.lower_bound = share.cumsum(0)[i] - share[0]
         hybrid = i in (config.get("attn") or {"layers": []})["layers"]
         mixer = attention if hybrid else MIXERS[config["model_type"]]
         x = x + mixer(rms(x, part["attn_norm.weight"], eps), own, config)
@@ -26,7 +40,9 @@ def logits(config, tensors, tokens):
         inner = F.silu(h @ part["mlp.gate_proj.weight"].T) * (h @ part["mlp.up_proj.weight"].T)
         x = x + inner @ part["mlp.down_proj.weight"].T
     head = "model.embeddings.weight" if config["tie_word_embeddings"] else "lm_head.weight"
-    return rms(x, w["model.norm.weight"], eps) @ w[head].T
+    y = rms(x, w["model.norm.weight"], eps) @ w[head].T
+    assert w.read == {*tensors}
+    return y
 
 
 def rms(x, weight, eps):
@@ -40,11 +56,11 @@ def unit(x):
 def stream(x, w, name, size, silu=True, silu_without_conv=True):
     """A projection, its convolution if there is one, and heads of `size` channels."""
     y = x @ w[f"{name}_proj.weight"].T
-    taps = w.get(f"{name}_conv1d.weight")
-    if taps is not None:
+    if w.convolved:
+        taps = w[f"{name}_conv1d.weight"]
         padded = F.pad(y.transpose(1, 2), (taps.shape[-1] - 1, 0))
         y = F.conv1d(padded, taps, groups=len(taps)).transpose(1, 2)
-    if silu and (taps is not None or silu_without_conv):
+    if silu and (w.convolved or silu_without_conv):
         y = F.silu(y)
     return y.unflatten(-1, (-1, size))
 
@@ -52,9 +68,9 @@ def stream(x, w, name, size, silu=True, silu_without_conv=True):
 def finish(o, x, w, config, *, norm="o_norm", gate=F.silu):
     """The norm of each head, the gate if there is one, the output projection."""
     o = rms(o, w[f"{norm}.weight"], config["norm_eps"]).flatten(-2)
-    if "g_proj.weight" in w:
+    if config.get("use_gate") or config.get("use_output_gate"):
         o = o * gate(x @ w["g_proj.weight"].T)
-    elif "g_proj.0.weight" in w:
+    elif config["model_type"] == "kda":
         low = x @ w["g_proj.0.weight"].T
         o = o * gate(low @ w["g_proj.1.weight"].T + w["g_proj.1.bias"])
     return o @ w["o_proj.weight"].T
@@ -156,6 +172,7 @@ def gla(x, w, config):
     q, k = (stream(x, w, name, K, silu_without_conv=False) for name in "qk")
     v = stream(x, w, "v", V, silu_without_conv=False)
     low = x @ w["gk_proj.0.weight"].T
+    assert low.shape[-1] == 16
     decay = F.logsigmoid(low @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"]) / 16
     o = recurrence(q, k, v, log_decay=decay.unflatten(-1, (-1, K)))
     return finish(o, x, w, config, norm=swish_norm(config))
@@ -188,7 +205,7 @@ def linear_attn(x, w, config):
 def hgrn2(x, w, config):
     K = config["expand_ratio"]
     q = F.silu(stream(x, w, "q", K, silu=False))
-    bound = w["lower_bound"].unflatten(-1, (-1, K))
+    bound = w.lower_bound.unflatten(-1, (-1, K))
     decay = bound + (1 - bound) * stream(x, w, "f", K, silu=False).sigmoid()
     o = recurrence(q, 1 - decay, stream(x, w, "i", K, silu=False), log_decay=decay.log())
     return rms(o.flatten(-2), w["g_norm.weight"], 1e-5) @ w["o_proj.weight"].T
@@ -225,57 +242,3 @@ MIXERS = {
     "linear_attn": linear_attn,
     "hgrn2": hgrn2,
 }
-
-
-def shapes(config):
-    """Every stored tensor with its shape."""
-    d, width, vocab = (config[n] for n in ("hidden_size", "intermediate_size", "vocab_size"))
-    found = {"model.embeddings.weight": (vocab, d), "model.norm.weight": (d,)}
-    if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = (vocab, d)
-    if config["model_type"] == "hgrn2":
-        found["model.lower_bounds"] = (config["num_hidden_layers"], d)
-    for i in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{i}."
-        found |= {layer + f"{n}_norm.weight": (d,) for n in ("attn", "mlp")}
-        found |= {layer + f"mlp.{n}_proj.weight": (width, d) for n in ("gate", "up")}
-        found[layer + "mlp.down_proj.weight"] = (d, width)
-        own = mixer_shapes(config)
-        if i in (config.get("attn") or {"layers": []})["layers"]:
-            kv = d // config["attn"]["num_heads"] * config["attn"]["num_kv_heads"]
-            own = {f"{n}_proj.weight": (kv if n in "kv" else d, d) for n in "qkvo"}
-        found |= {layer + f"attn.{n}": shape for n, shape in own.items()}
-    return found
-
-
-def mixer_shapes(config):
-    kind, d, H = (config[n] for n in ("model_type", "hidden_size", "num_heads"))
-    if kind == "hgrn2":
-        found = {f"{name}_proj.weight": (d, d) for name in "qfio"} | {"g_norm.weight": (d,)}
-        taps = {f"{name}_conv1d.weight": (d, 1, config["conv_size"]) for name in "qfi"}
-        return found | (taps if config["use_short_conv"] else {})
-    K, V = sizes(config)
-    HV = config.get("num_v_heads") or H
-    n = config.get("num_householder", 1)
-    streams = {"q": H * K, "k": n * H * K, "v": n * HV * V}
-    found = {f"{name}_proj.weight": (size, d) for name, size in streams.items()}
-    found["o_proj.weight"] = (d, HV * V)
-    if config.get("use_short_conv"):
-        taps = config["conv_size"]
-        found |= {f"{name}_conv1d.weight": (size, 1, taps) for name, size in streams.items()}
-    norm = {"linear_attn": "norm", "gla": "g", "retnet": "g"}.get(kind, "o_norm")
-    found[f"{swish_norm(config) if norm == 'g' else norm}.weight"] = (V,)
-    if kind not in ("gla", "retnet", "linear_attn"):
-        found["b_proj.weight"] = (n * HV, d)
-    if kind == "gated_deltanet" or config.get("use_forget_gate"):
-        found |= {"a_proj.weight": (HV, d), "A_log": (HV,), "dt_bias": (HV,)}
-    if kind == "kda":
-        found |= {"A_log": (HV,), "dt_bias": (HV * K,), "g_proj.1.bias": (HV * V,)}
-        for name, size in {"f": HV * K, "g": HV * V}.items():
-            found |= {f"{name}_proj.0.weight": (V, d), f"{name}_proj.1.weight": (size, V)}
-    elif kind == "gla":
-        found |= {"gk_proj.0.weight": (16, d), "gk_proj.1.weight": (H * K, 16)}
-        found["gk_proj.1.bias"] = (H * K,)
-    if config.get("use_gate") or (config.get("use_output_gate")):
-        found["g_proj.weight"] = (HV * V, d)
-    return found

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from models.fla_oracle import Stored
 from oracles import rwkv7
 from oracles.lifted import each_head
 
@@ -13,39 +14,6 @@ FIELDS = {
     "gate_low_rank_dim": 20, "intermediate_size": 96, "hidden_act": "sqrelu", "norm_first": True,
     "norm_bias": True, "norm_eps": 1e-5, "value_dim": [HIDDEN] * LAYERS,
 }  # fmt: skip
-
-
-def shapes(config):
-    """Every stored tensor with its shape."""
-    return dict(_shapes(config["vocab_size"]))
-
-
-def _shapes(vocab):
-    yield "model.embeddings.weight", (vocab, HIDDEN)
-    yield "lm_head.weight", (vocab, HIDDEN)
-    norms = ["model.norm", "model.layers.0.pre_norm"]
-    for i in range(LAYERS):
-        layer = f"model.layers.{i}."
-        norms += [f"{layer}attn_norm", f"{layer}ffn_norm", f"{layer}attn.g_norm"]
-        yield f"{layer}ffn.x_k", (HIDDEN,)
-        yield f"{layer}ffn.key.weight", (96, HIDDEN)
-        yield f"{layer}ffn.value.weight", (HIDDEN, 96)
-        for letter in "rwkvag":
-            yield f"{layer}attn.x_{letter}", (1, 1, HIDDEN)
-        for letter in "rkvo":
-            yield f"{layer}attn.{letter}_proj.weight", (HIDDEN, HIDDEN)
-        for letter, rank in {"w": 12, "a": 10, "v": 8, "g": 20}.items():
-            if i or letter != "v":
-                yield f"{layer}attn.{letter}_lora.lora.0.weight", (rank, HIDDEN)
-                yield f"{layer}attn.{letter}_lora.lora.2.weight", (HIDDEN, rank)
-                if letter != "g":
-                    yield f"{layer}attn.{letter}_lora.lora.2.bias", (HIDDEN,)
-        yield f"{layer}attn.k_k", (HIDDEN,)
-        yield f"{layer}attn.k_a", (HIDDEN,)
-        yield f"{layer}attn.r_k", (HEADS, SIZE)
-    for name in norms:
-        yield f"{name}.weight", (HIDDEN,)
-        yield f"{name}.bias", (HIDDEN,)
 
 
 def layer_norm(x, w, name):
@@ -61,9 +29,9 @@ def attention(x, w, at, first):
     def lora(letter, given, activation):
         inner = activation(given @ w[f"{at}{letter}_lora.lora.0.weight"].T)
         y = inner @ w[f"{at}{letter}_lora.lora.2.weight"].T
-        return y + w.get(f"{at}{letter}_lora.lora.2.bias", 0)
+        return y if letter == "g" else y + w[f"{at}{letter}_lora.lora.2.bias"]
 
-    mixed = {c: x + (last(x) - x) * w[f"{at}x_{c}"] for c in "rwkvag"}
+    mixed = {c: x + (last(x) - x) * w[f"{at}x_{c}"][0, 0] for c in "rwkvag"}
     r, k, v = (mixed[c] @ w[f"{at}{c}_proj.weight"].T for c in "rkv")
     decay = (-0.6065306597126334 * lora("w", mixed["w"], torch.tanh).sigmoid()).exp()
     a = lora("a", mixed["a"], lambda y: y).sigmoid()
@@ -83,8 +51,8 @@ def attention(x, w, at, first):
 
 
 def logits(config, tensors, tokens):
-    """[B, T, vocab_size] from tokens [B, T]."""
-    w = {name: x.double() for name, x in tensors.items()}
+    """[B, T, vocab_size] from tokens [B, T]; every tensor that is stored counts."""
+    w = Stored(tensors)
     x, first = w["model.embeddings.weight"][tokens], None
     for i in range(LAYERS):
         layer = f"model.layers.{i}."
@@ -97,4 +65,6 @@ def logits(config, tensors, tokens):
             x
             + (h @ w[f"{layer}ffn.key.weight"].T).relu().square() @ w[f"{layer}ffn.value.weight"].T
         )
-    return layer_norm(x, w, "model.norm") @ w["lm_head.weight"].T
+    y = layer_norm(x, w, "model.norm") @ w["lm_head.weight"].T
+    assert w.read == {*tensors}
+    return y

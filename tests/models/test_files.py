@@ -20,6 +20,7 @@ from deltarule.models import CausalLM, CheckpointError
 from deltarule.models.config import RENAMED
 from deltarule.models.files import CONFIG, INDEX, WEIGHTS
 from models.checkpoints import same_tensors
+from train.test_checkpoint import Trap
 
 
 @pytest.fixture
@@ -253,16 +254,6 @@ def test_a_missing_folder_and_a_file_in_its_place(tmp_path, saved):
         CausalLM.load(saved).save(saved / WEIGHTS)
 
 
-class Bomb:
-    """A pickle that leaves a file behind when it is read."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return Path.touch, (self.marker,)
-
-
 def zipped(payload):
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -275,7 +266,7 @@ def zipped(payload):
 @pytest.mark.parametrize("name", [WEIGHTS, "pytorch_model.bin", "model.pt", CONFIG, INDEX])
 def test_a_pickle_is_never_opened(protocol, in_zip, name, saved, tmp_path):
     marker = tmp_path / "exploded"
-    payload = pickle.dumps(Bomb(marker), protocol=protocol)
+    payload = pickle.dumps(Trap(marker), protocol=protocol)
     if name != CONFIG:
         (saved / WEIGHTS).unlink()
     (saved / name).write_bytes(zipped(payload) if in_zip else payload)

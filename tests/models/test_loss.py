@@ -105,14 +105,6 @@ def test_a_head_without_logits_equals_the_loss_of_them(most_logits, monkeypatch)
         torch.testing.assert_close(leaf.grad, gradient, rtol=1e-10, atol=1e-14)
 
 
-def test_a_head_refuses_a_second_derivative():
-    x, weight, targets = head()
-    loss = linear_next_token_loss(x, weight, targets)
-    (first,) = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="first reverse-mode derivative only"):
-        first.sum().backward()
-
-
 def test_a_head_keeps_its_gradients_only(monkeypatch):
     monkeypatch.setattr(cross_entropy, "MOST_LOGITS", 22)
     x, weight, targets = head(torch.float32)

@@ -3,11 +3,9 @@
 import re
 
 import pytest
-import torch
 
 from deltarule.models import PATTERNS, CausalLM, ModelConfig
 from deltarule.nn import MIXERS
-from models.checkpoints import check_ways_of_reading
 
 # The first layers of each, from its paper.
 FIRST = {
@@ -72,15 +70,6 @@ def test_a_tuple_of_one_pattern_is_that_pattern_and_comes_back_written_out():
 def test_what_does_not_fit_says_so(name, num_layers, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         config(name, num_layers)
-
-
-@pytest.mark.parametrize("name", FIRST)
-def test_a_small_model_of_each_runs(name, random_tokens):
-    num_layers = 3 if "mamba2" in FIRST[name] else {"minimax01": 8}.get(name, 4)
-    model = CausalLM(config(name, num_layers, window=5))
-    tokens = random_tokens(2, 40)
-    with torch.no_grad():
-        check_ways_of_reading(model, tokens)
 
 
 def test_attention_may_have_its_own_number_of_heads():

@@ -87,7 +87,9 @@ def test_a_gpu_keeps_what_is_small(monkeypatch):
         assert (top is not None) == noted
 
 
-@pytest.mark.parametrize("layer", ["deltanet", "gated_deltanet", "kda", "mamba2", "attention"])
+@pytest.mark.parametrize(
+    "layer", ["deltanet", "gated_deltanet", "kda", "mamba2", "attention", "rwkv7"]
+)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_model_has_the_same_gradients_bitwise(layer, checkpointing, monkeypatch):
     config = ModelConfig(

@@ -74,17 +74,6 @@ def test_every_position_of_parity_asks_after_each_bit():
     assert (every.labels == counted)[every.tokens != parity.BLANK].all()
 
 
-def test_lengths_answers_numbers_and_signs_are_uniform():
-    _, labels = parity.generate(parity.Config(3, 12), np.random.default_rng(0), rows=50_000)
-    lengths = (labels != NO_LABEL).argmax(1) + 2
-    assert np.abs(np.bincount(lengths)[3:] / 50_000 - 0.1).max() < 0.005
-    assert abs((labels == parity.SET).sum() / 50_000 - 0.5) < 0.01
-    tokens, _ = modular.generate(modular.Config(41, 41), np.random.default_rng(0), rows=5_000)
-    numbers, signs = tokens[:, 0:39:2] - modular.ZERO, tokens[:, 1:38:2] - 1
-    for drawn, kinds in ((numbers, 5), (signs, 3)):
-        assert np.abs(np.bincount(drawn.ravel()) / drawn.size - 1 / kinds).max() < 0.005
-
-
 # What the generator of the paper's experiments draws with seed 7 for rows of 3 to 20 places, in
 # hexadecimal and up to the answer.
 ORIGINAL = ["88864966295845199a3", "84549a3", "88609539a3", "88619519a0"]
