@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -637,30 +638,45 @@ def test_the_default_type_of_tensors_is_none_of_their_business(name: str) -> Non
     assert [*map(alike, found)] == [*map(alike, expected)]
 
 
+def assert_another_kind(run, given, other, monkeypatch, around=nullcontext) -> None:
+    """What was recorded of a call is not repeated for another one."""
+    for _ in range(3):
+        run(*given)
+    assert len(known()) == 1
+    monkeypatch.setattr(replay.Recording, "launched", None)
+    with around():
+        run(*other)
+    with pytest.raises(TypeError):
+        run(*given)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"eps": 1e-6}, {"activation": "sigmoid"}, {"gate": None}, {"weight": torch.ones(16).double()}],
 )  # fmt: skip
 def test_another_number_or_type_is_another_kind(change, runs, monkeypatch) -> None:
     run, norm = maps()["norm"]
-    for _ in range(3):
-        run(norm)
-    monkeypatch.setattr(replay.Recording, "launched", None)
-    run(norm._replace(**change))
-    with pytest.raises(TypeError):
-        run(norm)
+    assert_another_kind(run, [norm], [norm._replace(**change)], monkeypatch)
 
 
-def test_a_chain_of_launches_is_another_kind(runs, monkeypatch) -> None:
-    run, norm = maps()["norm"]
-    for _ in range(3):
-        run(norm)
-    monkeypatch.setattr(replay.Recording, "launched", None)
+@contextmanager
+def chained():
     token = CHAIN.set(True)
-    run(norm)
+    yield
     CHAIN.reset(token)
-    with pytest.raises(TypeError):
-        run(norm)
+
+
+@contextmanager
+def hooked():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct.knobs.runtime, "launch_enter_hook", print)
+        yield
+
+
+@pytest.mark.parametrize("around", [chained, hooked])
+def test_a_chain_of_launches_and_one_that_is_watched_are_others(around, runs, monkeypatch) -> None:
+    run, norm = maps()["norm"]
+    assert_another_kind(run, [norm], [norm], monkeypatch, around)
 
 
 class Other(torch.Tensor):
@@ -685,22 +701,8 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("change", DIFFERENT.values(), ids=DIFFERENT)
 def test_another_kind_is_not_replayed(change, runs, monkeypatch) -> None:
-    for _ in range(3):
-        passes.forward(call(), False)
-    assert len(known()) == 1
-    monkeypatch.setattr(replay.Recording, "launched", None)
-    passes.forward(change(call()), False)
-    with pytest.raises(TypeError):
-        passes.forward(call(), False)
-
-
-def test_a_hook_ends_replays(runs, monkeypatch) -> None:
-    for _ in range(3):
-        passes.forward(call(), False)
-    with monkeypatch.context() as patch:
-        patch.setattr(replay.Recording, "launched", None)
-        patch.setattr(direct.knobs.runtime, "launch_enter_hook", print)
-        passes.forward(call(), False)
+    given, other = (call(), False), (change(call()), False)
+    assert_another_kind(passes.forward, given, other, monkeypatch)
 
 
 def test_a_new_stream_is_looked_up(runs, monkeypatch) -> None:
@@ -750,25 +752,6 @@ def test_replays_on_a_gpu_equal_the_launches_bitwise(make, dtype, save: bool, mo
         assert kept.shape == saved.shape
         pairs = zip(found, expected, strict=True)
         assert all(x is y is None or torch.equal(x, y) for x, y in pairs)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("decay", [None, "head", "channel"])
-def test_a_training_loop_goes_to_its_recordings_and_keeps_its_gradients(decay) -> None:
-    forget_calls()
-    size = {None: None, "head": (1, 128, 2), "channel": (1, 128, 2, 64)}[decay]
-    seen = []
-    for _ in range(6):
-        torch.manual_seed(0)
-        q, k, v = (torch.randn(3, 1, 128, 2, 64, device="cuda") / 8).bfloat16().unbind()
-        gate = None if size is None else -torch.rand(size, device="cuda")
-        tensors = q, k, v, torch.rand(1, 128, 2, device="cuda"), gate
-        leaves = [x.clone().requires_grad_() for x in tensors if x is not None]
-        beta, *gates = leaves[3:]
-        out = delta_rule(*leaves[:3], beta=beta, log_decay=gates[0] if gates else None)
-        seen.append([out.o, out.final_state, *torch.autograd.grad(out.o.square().sum(), leaves)])
-    assert len(known()) == 2
-    assert all(torch.equal(x, y) for row in seen for x, y in zip(row, seen[0], strict=True))
 
 
 @pytest.mark.gpu

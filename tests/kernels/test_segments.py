@@ -89,25 +89,29 @@ def test_a_reset_between_segments_and_one_within(monkeypatch) -> None:
     assert_exact(case.changed(log_decay=log_decay), save=True)
 
 
-def planned(batch, tokens, heads, monkeypatch, erase="tied", key_size=128, **options) -> int:
+def packed(sequences: int) -> dict[str, torch.Tensor]:
+    return {"cu_seqlens": torch.zeros(sequences + 1, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "chunks"),
+    [
+        # They fill the GPU and are not too short,
+        ((1, 32768, 8), {}, 32), ((4, 32768, 8), {}, 128), ((1, 2048, 16), {}, 4),
+        ((1, 512, 2), {}, 0),
+        # and sequences stay whole where a split gains nothing,
+        ((8, 4096, 16), {}, 0), ((1, 8192, 64), {}, 0), ((1, 8192, 64), {"beta": None}, 64),
+        ((1, 32768, 8), {"key_size": 256}, 0),
+        # many packed ones, too.
+        ((1, 32768, 8), packed(4), 32), ((1, 32768, 8), packed(200), 0),
+    ],
+)  # fmt: skip
+def test_how_long_segments_are(sizes, options, chunks, monkeypatch) -> None:
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    x = torch.empty(batch, tokens, heads, key_size, device="meta")
-    call = Inputs(x, x, x, None if erase == "none" else x[..., 0])
-    return launch.chunks_per_segment(call._replace(**options), 64, 128)
-
-
-def test_segments_fill_the_gpu_and_are_not_too_short(monkeypatch) -> None:
-    assert planned(1, 32768, 8, monkeypatch) == 32
-    assert planned(4, 32768, 8, monkeypatch) == 128
-    assert planned(1, 2048, 16, monkeypatch) == 4
-    assert planned(1, 512, 2, monkeypatch) == 0
-
-
-def test_sequences_stay_whole_where_a_split_gains_nothing(monkeypatch) -> None:
-    assert planned(8, 4096, 16, monkeypatch) == 0
-    assert planned(1, 8192, 64, monkeypatch) == 0
-    assert planned(1, 8192, 64, monkeypatch, erase="none") == 64
-    assert planned(1, 32768, 8, monkeypatch, key_size=256) == 0
+    x = torch.empty(*sizes, options.get("key_size", 128), device="meta")
+    changes = {name: y for name, y in options.items() if name != "key_size"}
+    call = Inputs(x, x, x, x[..., 0])._replace(**changes)
+    assert launch.chunks_per_segment(call, 64, 128) == chunks
 
 
 @pytest.fixture
@@ -158,12 +162,6 @@ def test_narrow_tiles_give_the_same_numbers(shape, monkeypatch) -> None:
         # Summed in another order, some round to another float16; which, depends on the processor.
         assert relative_rms(x, wide) < relative_rms(wide, exact) / 2, name
         assert relative_rms(x, exact) < 2**-8, name
-
-
-def test_many_packed_sequences_stay_whole_and_one_long_among_few_does_not(monkeypatch) -> None:
-    few, many = torch.zeros(5, dtype=torch.int32), torch.zeros(201, dtype=torch.int32)
-    assert planned(1, 32768, 8, monkeypatch, cu_seqlens=few) == 32
-    assert planned(1, 32768, 8, monkeypatch, cu_seqlens=many) == 0
 
 
 def test_without_a_gpu_nothing_is_split() -> None:

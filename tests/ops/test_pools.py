@@ -175,30 +175,6 @@ def test_each_drafted_token_has_its_slot(place, kind) -> None:
     check_drafts(case, before, pool, o)
 
 
-def test_a_draft_that_is_taken_back_leaves_no_trace(place) -> None:
-    """Three tokens, one accepted, then the true ones: the state of the true ones alone."""
-    case = make_case("head", "tied", lengths=(6,), dtype=place.dtype)
-    pool, slots = pool_of(case, 4, place.dtype), torch.tensor([[0, 1, 2]])
-    start = pool[0].clone()
-    parts = {name: case.tensors[name] for name in PARTS}
-
-    def step(tokens: list[int], accepted: int) -> torch.Tensor:
-        own = {name: x if x is None else x[:, tokens] for name, x in parts.items()}
-        return pool_step(
-            **own,
-            state=pool,
-            state_indices=slots,
-            accepted=torch.tensor([accepted]),
-            impl=place.impl,
-        )
-
-    step([0, 4, 5], 1)
-    o = step([1, 2, 3], 1)
-    expected, final = alone(case, 0, 4, start)
-    assert_close(o[0], expected[1:], dtype=place.dtype)
-    assert_close(pool[2], final, dtype=place.dtype)
-
-
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_gates_of_ragged_rows_come_as_logits(place, lower_bound) -> None:
     case = make_case("channel", "tied", lengths=ROWS, dtype=place.dtype)

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
 from deltarule.ops.operators import Operator
 from deltarule.ops.registration import Backward, Rules
@@ -87,17 +86,6 @@ def test_gradients_in_every_form_are_those_of_plain_pytorch(used) -> None:
             torch.testing.assert_close(x, y)
 
 
-def test_the_operators_keep_their_promises() -> None:
-    given = arguments()
-    assert set(opcheck(scaled.operator, given).values()) == {"SUCCESS"}
-    assert set(opcheck(scaled.operator, (*given[:2], None, *given[3:])).values()) == {"SUCCESS"}
-    x, _, weight = (t.detach() for t in given[:3])
-    rest = (None, None, weight, *given[3:], [True, True])
-    for gradients in ((x, x), (None, x), (x, None)):
-        checked = opcheck(scaled.backward_operator, (*gradients, x, *rest))
-        assert set(checked.values()) == {"SUCCESS"}
-
-
 def test_only_what_is_wanted_is_asked_for() -> None:
     x, y, weight, *numbers = arguments(x=False, weight=False)
     ran.clear()
@@ -105,25 +93,6 @@ def test_only_what_is_wanted_is_asked_for() -> None:
     assert ran == ["forward", "backward [True, False]"]
     assert x.grad is None
     assert y.grad is not None
-
-
-def test_functions_transform_as_the_body_does() -> None:
-    x, y, weight, *numbers = (t.detach() if isinstance(t, Tensor) else t for t in arguments())
-    of = lambda run: lambda w: run(x[0], y[0], w, *numbers)[1].square().sum()  # noqa: E731
-    found = torch.vmap(torch.func.grad(of(scaled)))(weight)
-    torch.testing.assert_close(found, torch.vmap(torch.func.grad(of(plain)))(weight))
-
-
-def test_there_is_one_derivative() -> None:
-    given = arguments()
-    for run in (scaled, scaled.operator):
-        (first,) = torch.autograd.grad(run(*given)[1].sum(), given[0], create_graph=True)
-        with pytest.raises(NotImplementedError, match="first reverse-mode derivative only"):
-            first.sum().backward()
-    with torch.autograd.forward_ad.dual_level():
-        x = torch.autograd.forward_ad.make_dual(given[0].detach(), given[1].detach())
-        with pytest.raises(NotImplementedError, match="forward-mode"):
-            scaled(x, *given[1:])
 
 
 def test_what_is_kept_is_what_the_backward_is_given() -> None:
