@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deltarule import BetaLogits, DecayLogits, RecurrentOutput, recurrent_step
-from oracle import Case, make_case
+from oracle import Case, make_case, on
 
 
 class Logits(NamedTuple):
@@ -31,7 +31,7 @@ class Logits(NamedTuple):
     def exact(self) -> RecurrentOutput:
         """The definition in float64."""
         beta, log_decay = self.gates()
-        case = self.case.to(torch.float64)
+        case = on("cpu", self.case.to(torch.float64))
         return case.changed(beta=beta.cpu(), log_decay=log_decay.cpu()).run("reference")
 
     def gates(self) -> tuple[Tensor, Tensor]:
@@ -49,10 +49,9 @@ class Logits(NamedTuple):
 
     def to(self, device: str) -> "Logits":
         """The same on another device."""
-        moved = {name: self.case.tensors[name].to(device) for name in self.case.present()}
         beta = self.beta._replace(logits=self.beta.logits.to(device))
         return Logits(
-            self.case.changed(**moved), beta,
+            on(device, self.case), beta,
             DecayLogits(*(x.to(device) for x in self.decay[:3]), self.decay.lower_bound),
         )  # fmt: skip
 

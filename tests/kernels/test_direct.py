@@ -23,7 +23,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton import plan as launch
-from deltarule.ops.dispatch import forget_calls
 from deltarule.ops.runtime import launch as direct
 from deltarule.ops.runtime import tensor_maps
 from deltarule.ops.runtime.launch import Launch, signature, unwrapped, watched
@@ -426,38 +425,6 @@ def test_the_sizes_of_a_kernel_are_one_constant(fake) -> None:
         made.launch(fake, GRID, {"BV": values})
     assert [x["S"].BV for *_, x in fake.searched] == [16, 32]
     assert {(x["S"].K, x["S"].ERASE, x["S"].BC) for *_, x in fake.searched} == {(16, "tied", None)}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("decay", ["none", "head", "channel"])
-@pytest.mark.parametrize("tokens", [64, 100])
-def test_direct_launches_equal_tritons_own_bitwise(decay: str, tokens: int, monkeypatch) -> None:
-    torch.manual_seed(0)
-    forget_calls()
-    q, k, v = torch.randn(3, 1, tokens, 4, 64, device="cuda").bfloat16().unbind()
-    size = {"none": None, "head": (1, tokens, 4), "channel": (1, tokens, 4, 64)}[decay]
-    log_decay = None if size is None else -torch.rand(size, device="cuda")
-    beta, ones = torch.rand(1, tokens, 4, device="cuda"), torch.ones(1, 4, 64, 64, device="cuda")
-    inputs = Inputs(q, k, v, beta, None, None, log_decay, ones, None, 1, 0.1, True, False)
-
-    def run() -> list[torch.Tensor]:
-        o, final, saved = passes.forward(inputs, True)
-        gradients = passes.backward(torch.ones_like(o), ones, inputs, saved)
-        return [o, final, *(x for x in gradients if x is not None)]
-
-    run()
-    plan = launch.make_plan(inputs)
-    assert plan is launch.make_plan(inputs)
-    launches = [x for x in plan.made.values() if isinstance(x, Launch)]
-    assert sum(bool(x.binaries) for x in launches) > 2
-    with monkeypatch.context() as patch:
-        # What has no binary would fail here.
-        patch.setattr(Launch, "through_triton", None)
-        past = run()
-    with monkeypatch.context() as patch:
-        patch.setattr(direct, "watched", lambda *kernels: True)
-        through = run()
-    assert all(torch.equal(x, y) for x, y in zip(past, through, strict=True))
 
 
 def test_a_tile_of_four_axes_has_the_rows_up_to_an_end() -> None:

@@ -8,6 +8,7 @@ import torch
 import deltarule
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import Attention, GatedDeltaNet, convolved_products, linears, mlp
+from nn.layers import inputs, make
 from tolerance import relative_rms
 
 pytestmark = pytest.mark.gpu
@@ -110,6 +111,32 @@ def test_a_mixer_agrees_with_the_cpu_in_float64_each_time(dtype, large, monkeypa
         found = {name: p.grad for name, p in layer.named_parameters()} | {"x": given.grad}
         for name, gradient in found.items():
             assert relative_rms(gradient, expected[name]) < bar, name
+
+
+# The filters of these come through three sines of 14 times their input: float32 leaves 1e-4.
+SINES = "hyena", "multi_head_hyena"
+OTHERS = ["kda", "mamba2", "deltanet", *SINES, "slstm", "block_deltanet"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_mixers_agree_with_the_cpu_in_float64_in_one_pass_and_two(name):
+    layer, x = make(name), inputs(2, 40)
+    exact = copy.deepcopy(layer).double()
+    layer.cuda()
+    if name in SINES:
+        exact.taps = lambda: layer.taps().detach().double().cpu()
+    expected = exact(x.double())[0]
+    y, state = layer(x[:, :25].cuda())
+    second, _ = layer(x[:, 25:].cuda(), state)
+    assert relative_rms(torch.cat([y, second], 1), expected) < 1e-4
+    whole = layer(x.cuda())[0]
+    assert relative_rms(whole, expected) < 1e-4
+    whole.square().sum().backward()
+    expected.square().sum().backward()
+    for (key, p), q in zip(layer.named_parameters(), exact.parameters(), strict=True):
+        assert p.grad is None or p.grad.isfinite().all(), key
+        if name not in SINES and q.grad is not None:
+            assert relative_rms(p.grad, q.grad, floor=1e-6) < 1e-3, key
 
 
 def nodes_of(y: torch.Tensor) -> str:

@@ -6,18 +6,22 @@ import torch
 from deltarule import BetaLogits, DecayLogits, recurrent_step
 from deltarule.ops.delta_rule.step import STEPS
 from deltarule.ops.dispatch import always
-from logits import make_logits
+from logits import Logits, make_logits
 from opchecked import opcheck_all
-from ops.places import ON_CPU, Place
+from ops.places import ON_CPU, ON_GPU, Place
 from oracle import make_case
 from tolerance import assert_close, relative_rms
 
 
-@pytest.fixture(params=ON_CPU)
+@pytest.fixture(params=[*ON_CPU, *ON_GPU])
 def place(request, monkeypatch) -> Place:
     if request.param.is_interpreted:
         monkeypatch.setitem(STEPS, "triton", STEPS["triton"]._replace(why_not=always))
     return request.param
+
+
+def drawn_at(place: Place, *kind: object, **sizes: object) -> Logits:
+    return make_logits(*kind, **{"dtype": place.dtype} | sizes).to(place.device)
 
 
 def assert_equal_to_the_gates_made_first(drawn, place, bar=None, **options) -> None:
@@ -35,22 +39,22 @@ def assert_equal_to_the_gates_made_first(drawn, place, bar=None, **options) -> N
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_logits_equal_the_gates_made_first(place, strided, tokens, n_steps, decay) -> None:
     sizes = {"strided": strided, "tokens": tokens, "key_size": 5}
-    assert_equal_to_the_gates_made_first(make_logits(decay, n_steps, place.dtype, **sizes), place)
+    assert_equal_to_the_gates_made_first(drawn_at(place, decay, n_steps, **sizes), place)
     # The interpreter cuts bfloat16 where others round.
     for dtype in (torch.float16, torch.bfloat16)[: 1 if place.is_interpreted else 2]:
-        drawn = make_logits(decay, n_steps, dtype, **sizes)
+        drawn = drawn_at(place, decay, n_steps, dtype=dtype, **sizes)
         assert_equal_to_the_gates_made_first(drawn, place, torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_a_decay_with_a_lower_bound(place, decay) -> None:
-    drawn = make_logits(decay, dtype=place.dtype)
+    drawn = drawn_at(place, decay)
     bounded = drawn._replace(decay=drawn.decay._replace(lower_bound=-5.0))
     assert_equal_to_the_gates_made_first(bounded, place)
 
 
 def test_extreme_logits_make_finite_gates(place) -> None:
-    drawn = make_logits("channel", dtype=place.dtype)
+    drawn = drawn_at(place, "channel")
     # What numpy's exponential, the interpreter's, takes without a warning.
     for x, large in ((drawn.decay.logits, 1e4), (drawn.beta.logits, 80.0)):
         x[:, 0], x[:, 1] = large, -large
@@ -59,11 +63,12 @@ def test_extreme_logits_make_finite_gates(place) -> None:
 
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_a_pool_with_a_null_slot(place, decay) -> None:
-    drawn = make_logits(decay, dtype=place.dtype, batch=3)
-    exact, pool = drawn.exact(), torch.randn(5, 4, 6, 8, dtype=place.dtype)
+    drawn, given = drawn_at(place, decay, batch=3), {"device": place.device, "dtype": place.dtype}
+    exact, pool = drawn.exact(), torch.randn(5, 4, 6, 8, **given)
     before = pool.clone()
     pool[[3, 1]] = drawn.state()[[0, 2]]
-    o = drawn.step(pool, state_indices=torch.tensor([3, -1, 1]), impl=place.impl)
+    indices = torch.tensor([3, -1, 1], device=place.device)
+    o = drawn.step(pool, state_indices=indices, impl=place.impl)
     assert_close(o[::2], exact.o[::2], dtype=place.dtype)
     assert (o[1] == 0).all()
     assert_close(pool[[3, 1]], exact.final_state[[0, 2]], dtype=place.dtype)
@@ -71,7 +76,7 @@ def test_a_pool_with_a_null_slot(place, decay) -> None:
 
 
 def test_one_gate_alone_and_beside_a_free_erase(place) -> None:
-    drawn = make_logits("head", dtype=place.dtype)
+    drawn = drawn_at(place, "head")
     beta, log_decay = (x.to(place.dtype) for x in drawn.gates())
     pairs = [((drawn.beta, None), (beta, None)), ((None, drawn.decay), (None, log_decay)),
              ((beta, drawn.decay), (beta, log_decay))]  # fmt: skip
@@ -81,31 +86,36 @@ def test_one_gate_alone_and_beside_a_free_erase(place) -> None:
             drawn.call(state, *gates, impl=place.impl)
             for state, gates in zip(states, (given, made), strict=True)
         )
-        assert_close(o, expected)
-        assert_close(*states)
-    free = make_case("head", "free", tokens=2, dtype=place.dtype).tensors
+        assert_close(o, expected, dtype=place.dtype)
+        assert_close(*states, dtype=place.dtype)
+    free = place.put(make_case("head", "free", tokens=2)).tensors
     options = {"beta": None, "a": free["a"], "b": free["b"], "impl": place.impl}
     states = free["initial_state"].clone(), free["initial_state"].clone()
     o, expected = (
         recurrent_step(free["q"], free["k"], free["v"], log_decay=x, state=state, **options)
         for x, state in zip((drawn.decay, log_decay), states, strict=True)
     )
-    assert_close(o, expected)
-    assert_close(*states)
+    assert_close(o, expected, dtype=place.dtype)
+    assert_close(*states, dtype=place.dtype)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("decay", ["head", "channel"])
-def test_opcheck_with_logits(decay: str) -> None:
-    drawn, indices = make_logits(decay, 2), torch.tensor([1, -1])
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_with_logits(decay: str, device: str) -> None:
+    drawn, indices = make_logits(decay, 2).to(device), torch.tensor([1, -1], device=device)
     names = opcheck_all(lambda: drawn.step(drawn.state(), state_indices=indices))
     # The gates are made inside.
     assert names == ["recurrent_step"]
 
 
 @pytest.mark.parametrize("decay", ["head", "channel"])
-def test_the_step_with_logits_compiles(decay: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_step_with_logits_compiles(decay: str, device: str) -> None:
     torch._dynamo.reset()
-    drawn = make_logits(decay, 2)
+    drawn = make_logits(decay, 2).to(device)
     x = drawn.case.tensors
 
     @torch.compile(fullgraph=True, backend="aot_eager")

@@ -84,29 +84,19 @@ def test_it_runs_to_its_end(of: Call, tokens: int) -> None:
     check(of.case(tokens=tokens), stress=True)
 
 
+# Whole heads, those in parts, and those that do not fill tiles.
+SIZES_OF_HEADS = [
+    *((size, size, normalize) for size in (128, 64) for normalize in (False, True)),
+    (64, 192, False), (128, 256, False), (96, 192, True), (112, 128, False), (80, 80, False),
+]  # fmt: skip
+
+
 @every_form
-@pytest.mark.parametrize("normalize", [False, True])
-def test_it_is_as_near_to_float64_as_its_types_allow(of: Call, form: str, normalize) -> None:
-    for size in (128,) if of.of_channels else (64, 128):
-        sizes = {"key_size": size, "value_size": size}
+def test_it_is_as_near_to_float64_as_its_types_allow(of: Call, form: str) -> None:
+    for key_size, value_size, normalize in SIZES_OF_HEADS[: 2 if of.of_channels else None]:
+        sizes = {"key_size": key_size, "value_size": value_size, "normalize_qk": normalize}
         # Two slots of four heads each: few roundings, whose average the bar must allow for.
-        check(of.case(**FORMS[form], **sizes, normalize_qk=normalize), stress=True)
-
-
-@every_form
-@pytest.mark.parametrize("of", HEADS, ids=str)
-def test_so_it_is_for_heads_in_parts(of: Call, form: str) -> None:
-    for size, parts in ((64, 3), (128, 2)):
-        sizes = {"key_size": size, "value_size": parts * size}
         check(of.case(**FORMS[form], **sizes), stress=True)
-
-
-@every_form
-@pytest.mark.parametrize("of", HEADS, ids=str)
-def test_so_it_is_for_heads_that_do_not_fill_tiles(of: Call, form: str) -> None:
-    for key_size, value_size in ((96, 192), (112, 128), (80, 80)):
-        sizes = {"key_size": key_size, "value_size": value_size}
-        check(of.case(**FORMS[form], **sizes, normalize_qk=key_size == 96), stress=True)
 
 
 @every_form

@@ -6,10 +6,8 @@ from torch import Tensor
 
 import truth
 from deltarule import BetaLogits, recurrent_step
-from deltarule.ops.fused import gates
 from logits import make_logits
 from opchecked import opcheck_all
-from tolerance import assert_close, relative_rms
 from truth import Drawn, Kind, captured, draw, held, late, surrounded, waits_for_nothing
 
 pytestmark = pytest.mark.gpu
@@ -53,18 +51,6 @@ def test_steps_are_equal_bitwise_alone_and_repeated(kind: Kind, dtype: torch.dty
         own = state_of(row, dtype)
         assert torch.equal(step(row, own), o[i : i + 1])
         assert torch.equal(own, state[i : i + 1])
-
-
-def test_one_token_at_a_time_equals_many_at_once(kind: Kind) -> None:
-    drawn = draw(kind.case(tokens=16))
-    whole, state = state_of(drawn, torch.float32), state_of(drawn, torch.float32)
-    together, parts = step(drawn, whole), []
-    for t in range(16):
-        x = truth.part(drawn.case, drawn.case.tensors, slice(t, t + 1))
-        parts.append(step(drawn._replace(case=drawn.case._replace(tensors=x)), state))
-    truth.assert_alike(
-        {"o": torch.cat(parts, 1), "state": state}, {"o": together, "state": whole}, kind.dtype
-    )
 
 
 def test_nan_elsewhere_is_never_read(kind: Kind) -> None:
@@ -137,27 +123,6 @@ every_logits = pytest.mark.parametrize(("decay", "dtype", "n_steps"), LOGITS)
 
 
 @every_logits
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_logits_equal_the_gates_made_first(decay, dtype, n_steps, tokens) -> None:
-    drawn = make_logits(
-        decay, n_steps, dtype, strided=True, tokens=tokens, key_size=64, value_size=40
-    )
-    exact, drawn = drawn.exact(), drawn.to("cuda")
-    state, again, plain = drawn.state(), drawn.state(), drawn.state()
-    o = drawn.step(state, impl=truth.IMPL)
-    assert_close(state, exact.final_state, dtype=torch.float32)
-    assert relative_rms(o, exact.o) <= (1e-6 if dtype == torch.float32 else 2**-7)
-    beta = gates.write_strength(drawn.beta.logits, drawn.beta.beta_max)
-    log_decay, _ = gates.log_decay(*drawn.decay[:3], False)
-    expected = drawn.call(again, beta, log_decay, impl=truth.IMPL)
-    # The compiler may fuse a product and a sum in the one and not in the other.
-    assert relative_rms(state, again.double()) <= 1e-6
-    assert relative_rms(o, expected.double()) <= (1e-6 if dtype == torch.float32 else 2**-9)
-    drawn.step(plain, impl="torch")
-    assert_close(plain, exact.final_state, dtype=torch.float32)
-
-
-@every_logits
 def test_a_step_with_logits_waits_for_nothing_and_replays(decay, dtype, n_steps) -> None:
     drawn = make_logits(decay, n_steps, dtype, tokens=1, key_size=64, batch=3).to("cuda")
     indices = torch.tensor([4, -1, 0], device=truth.DEVICE)
@@ -185,14 +150,3 @@ def test_nan_around_logits_is_never_read() -> None:
     state, expected = drawn.state(), drawn.state()
     assert torch.equal(inside.step(state, impl=truth.IMPL), drawn.step(expected, impl=truth.IMPL))
     assert torch.equal(state, expected)
-
-
-@every_logits
-def test_a_step_with_logits_compiles_and_passes_opcheck(decay, dtype, n_steps) -> None:
-    drawn = make_logits(decay, n_steps, dtype, key_size=64).to("cuda")
-    state, expected = drawn.state(), drawn.state()
-    compiled = torch.compile(type(drawn).step, fullgraph=True, backend="aot_eager")
-    o = compiled(drawn, state, impl=truth.IMPL)
-    assert torch.equal(o, drawn.step(expected, impl=truth.IMPL))
-    assert torch.equal(state, expected)
-    opcheck_all(lambda: drawn.step(state, impl=truth.IMPL), CONTRACTS)
