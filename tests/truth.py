@@ -1,8 +1,9 @@
 """Calls, and changes of calls, by which DESIGN's properties are tested on any device."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -93,12 +94,17 @@ def held(drawn: Drawn) -> list[Tensor]:
     return [*(drawn.case.tensors[name] for name in drawn.case.present()), *drawn.weights]
 
 
+def rows_of(case: Case, name: str) -> int:
+    """Of a token."""
+    return case.n_steps if name in ("k", "v", "beta") else 1
+
+
 def part(case: Case, x: Tensors, tokens: slice) -> Tensors:
     """The rows of some tokens; a decay that is constant has none."""
     cut = dict(x)
     for name in TIMED:
         if (y := x[name]) is not None and y.ndim > 1:
-            n = case.n_steps if name in ("k", "v", "beta") else 1
+            n = rows_of(case, name)
             cut[name] = y[:, tokens.start * n : tokens.stop * n]
     return cut
 
@@ -204,9 +210,47 @@ def assert_same_again_and_alone(drawn: Drawn) -> None:
     together = results(drawn)
     for _ in range(20):
         assert_same(results(drawn), together)
-    for row in range(len(drawn.case.tensors["q"])):
-        rows = slice(row, row + 1)
-        assert_same(results(drawn.rows(rows)), {name: x[rows] for name, x in together.items()})
+    assert_rows_alone(drawn, range(len(drawn.case.tensors["q"])))
+
+
+def assert_rows_alone(
+    drawn: Drawn, rows: Iterable[int], run: Callable[[Drawn], dict[str, Tensor]] = results
+) -> None:
+    """Rows by themselves have their bits; the gradient of a constant decay is a sum over them."""
+    together = {name: x for name, x in run(drawn).items() if x.ndim > 1}
+    for i in rows:
+        row = slice(i, i + 1)
+        alone = run(drawn.rows(row))
+        assert_same({x: alone[x] for x in together}, {x: y[row] for x, y in together.items()})
+
+
+def own_part(case: Case, found: dict[str, Tensor], i: int) -> dict[str, Tensor]:
+    """What is of one packed sequence; a constant decay's gradient is of all."""
+    start, length, own = sum(case.lengths[:i]), case.lengths[i], {}
+    for name, x in found.items():
+        n = rows_of(case, name.removeprefix("d "))
+        if x.ndim > 1:
+            tokens = slice(start * n, (start + length) * n)
+            own[name] = x[i : i + 1] if "state" in name else x[:, tokens]
+    return own
+
+
+def assert_causal(
+    case: Case, run: Callable[[Case], Tensor], tokens: Iterable[int], factors: Iterable[float],
+    seen: bool = True,
+) -> None:  # fmt: skip
+    """What changes from a token on changes no bit before it; `factors` are of decays."""
+    before = run(case)
+    for name in TIMED:
+        x = case.tensors[name]
+        if x is None or x.ndim < 3:
+            continue
+        for t, factor in product(tokens, factors if name == "log_decay" else (-0.7,)):
+            changed = x.clone()
+            changed[:, t * rows_of(case, name) :] *= factor
+            after = run(case.changed(**{name: changed}))
+            assert torch.equal(after[:, :t], before[:, :t]), f"{name} from {t} on"
+            assert not seen or not torch.equal(after, before), name
 
 
 def assert_same_under_load(drawn: Drawn) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import truth
 from deltarule import delta_rule, explain
 from oracle import Case, check_fused
 from truth import DEVICE, FORMS, Drawn, Kind, assert_same, call, draw, placed, results, surrounded
@@ -162,41 +163,22 @@ def test_gradients_are_those_of_a_forward_that_saves_nothing(of: Call) -> None:
 
 def test_a_row_alone_is_the_row_in_a_batch(of: Call) -> None:
     drawn = of.drawn(tokens=150, batch=3)
-    together = fused(drawn.case)
-    for row in range(3):
-        alone = fused(drawn.rows(slice(row, row + 1)).case)
-        assert_same(alone, {name: x[row : row + 1] for name, x in together.items()})
+    truth.assert_rows_alone(drawn, range(3), lambda drawn: fused(drawn.case))
 
 
 def test_packed_sequences_are_the_sequences_alone(of: Call) -> None:
     drawn = of.drawn(lengths=(3, 0, 70, 64, 130))
-    together, start = fused(drawn.case), 0
-    for i, length in enumerate(drawn.case.lengths):
-        expected = {
-            "o": together["o"][:, start : start + length],
-            "final_state": together["final_state"][i : i + 1],
-        }
-        start += length
-        if length:
-            assert_same(fused(drawn.sequence(i).case), expected)
+    together = fused(drawn.case)
+    for i in (0, 2, 3, 4):
+        assert_same(fused(drawn.sequence(i).case), truth.own_part(drawn.case, together, i))
 
 
 @every_form
 def test_no_future_input_changes_the_past_bitwise(of: Call, form: str) -> None:
     sizes = {} if of.of_channels else {"key_size": 64, "value_size": 64}
-    case = placed(of.case(**FORMS[form], **sizes))
-    before = fused(case)["o"]
-    for name in ("q", "k", "v", "beta", "log_decay"):
-        x = case.tensors[name]
-        if x is None or x.ndim < 3:
-            continue
-        for t in (1, 37, 64, 100):
-            changed = x.clone()
-            changed[:, t:] *= 1e4 if name == "log_decay" else -0.7
-            after = fused(case.changed(**{name: changed}))["o"]
-            assert torch.equal(after[:, :t], before[:, :t]), f"{name} from {t} on"
-            # What decays to nothing in a token may decay further.
-            assert of.strength > 1 or not torch.equal(after, before), name
+    case, run = placed(of.case(**FORMS[form], **sizes)), lambda case: fused(case)["o"]
+    # What decays to nothing in a token may decay further.
+    truth.assert_causal(case, run, (1, 37, 64, 100), (1e4,), seen=of.strength <= 1)
 
 
 @every_form

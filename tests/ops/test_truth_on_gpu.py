@@ -5,21 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from truth import (
-    FORMS,
-    TIMED,
-    Drawn,
-    Kind,
-    assert_alike,
-    assert_same,
-    call,
-    draw,
-    in_two_parts,
-    part,
-    placed,
-    results,
-    within_nan,
-)
+import truth
+from truth import FORMS, TIMED, Drawn, Kind, assert_alike, assert_same, call, draw, placed, results
 
 pytestmark = pytest.mark.gpu
 
@@ -58,32 +45,22 @@ def test_repeated_runs_and_states_that_are_computed_again_change_no_bit(kind, fo
 
 @dense
 def test_a_row_alone_equals_the_row_in_a_batch_bitwise(kind: Kind, form: str) -> None:
-    drawn = draw(kind.case(**FORMS[form], batch=3))
-    together = results(drawn)
-    for i in (0, 2):
-        row = slice(i, i + 1)
-        alone = results(drawn.rows(row))
-        # A constant decay's gradient is a sum over the batch.
-        names = [name for name in alone if name != "d log_decay" or kind.decay != "constant"]
-        assert_same({x: alone[x] for x in names}, {x: together[x][row] for x in names})
+    truth.assert_rows_alone(draw(kind.case(**FORMS[form], batch=3)), (0, 2))
 
 
 def test_packed_sequences_equal_separate_ones(kind: Kind) -> None:
     drawn = draw(kind.case(**FORMS["packed"]))
-    together, start = results(drawn), 0
-    for i, length in enumerate(drawn.case.lengths):
-        alone = results(drawn.sequence(i))
-        if kind.decay == "constant":
-            del alone["d log_decay"]
-        tokens, n = slice(start, start + length), kind.n_steps
-        own = {
-            name: x[i : i + 1] if "state" in name
-            else x[:, start * n : (start + length) * n] if name in ("d k", "d v", "d beta")
-            else x[:, tokens]
-            for name, x in together.items() if name in alone
-        }  # fmt: skip
-        assert_alike(own, alone, kind.dtype)
-        start += length
+    together = results(drawn)
+    for i in range(len(drawn.case.lengths)):
+        own, alone = truth.own_part(drawn.case, together, i), results(drawn.sequence(i))
+        assert_alike(own, {name: alone[name] for name in own}, kind.dtype)
+
+
+@every_form
+def test_no_future_input_changes_the_past_bitwise(kind: Kind, form: str) -> None:
+    case = placed(kind.case(**FORMS[form]))
+    tokens = 1, 37, 64, 100, case.tensors["q"].shape[1] - 1
+    truth.assert_causal(case, lambda case: call(case, case.tensors).o, tokens, (0.7, 20.0, 1e4))
 
 
 @pytest.mark.parametrize("split", [37, 64])
@@ -91,7 +68,7 @@ def test_a_carried_state_equals_one_pass(kind: Kind, split: int) -> None:
     drawn = draw(kind.case(**FORMS["ragged"]))
     # A constant decay's gradient is a sum in which much cancels.
     drawn = drawn if kind.decay != "constant" else drawn._replace(case=spread(drawn.case))
-    parts = results(drawn, partial(in_two_parts, split=split))
+    parts = results(drawn, partial(truth.in_two_parts, split=split))
     assert_alike(parts, results(drawn), kind.dtype)
 
 
@@ -102,24 +79,6 @@ def spread(case):
 
 
 @every_form
-def test_no_future_input_changes_the_past_bitwise(kind: Kind, form: str) -> None:
-    case = placed(kind.case(**FORMS[form]))
-    before = call(case, case.tensors).o
-    for name in TIMED:
-        x = case.tensors[name]
-        if x is None or x.ndim < 3:
-            continue
-        n = kind.n_steps if name in ("k", "v", "beta") else 1
-        for t in (1, 37, 64, 100, case.tensors["q"].shape[1] - 1):
-            for factor in (-0.7, 20.0, 1e4) if name == "log_decay" else (-0.7,):
-                changed = x.clone()
-                changed[:, t * n :] *= abs(factor) if name == "log_decay" else factor
-                after = call(case, case.tensors | {name: changed}).o
-                assert torch.equal(after[:, :t], before[:, :t]), f"{name} from {t} on"
-                assert not torch.equal(after, before), name
-
-
-@every_form
 def test_what_nobody_reads_any_more_has_no_gradient(kind: Kind, form: str) -> None:
     drawn, last = draw(kind.case(**FORMS[form])), 37
     d_o, d_state = drawn.weights
@@ -127,7 +86,7 @@ def test_what_nobody_reads_any_more_has_no_gradient(kind: Kind, form: str) -> No
     gradients = results(drawn)
     for name in ("q", "k", "v", "beta", "a", "b"):
         if drawn.case.tensors[name] is not None:
-            n = kind.n_steps if name in ("k", "v", "beta") else 1
+            n = truth.rows_of(drawn.case, name)
             assert (gradients[f"d {name}"][:, last * n :] == 0).all(), name
 
 
@@ -138,7 +97,7 @@ def test_empty_tokens_change_nothing(kind: Kind) -> None:
     x, padded = drawn.case.tensors, {}
     for name in TIMED:
         if x[name] is not None:
-            n = kind.n_steps if name in ("k", "v", "beta") else 1
+            n = truth.rows_of(drawn.case, name)
             zeros = torch.zeros_like(x[name][:, : 11 * n])
             padded[name] = torch.cat([zeros, x[name], zeros], 1)
     d_o, d_state = drawn.weights
@@ -146,7 +105,7 @@ def test_empty_tokens_change_nothing(kind: Kind) -> None:
     zeros = torch.zeros_like(d_o[:, :11])
     longer = Drawn(drawn.case.changed(**padded), (torch.cat([zeros, d_o, zeros], 1), d_state))
     found, expected = results(longer), results(drawn)
-    inner = part(drawn.case, {name: found.get(f"d {name}") for name in TIMED}, slice(11, 139))
+    inner = truth.part(drawn.case, {name: found.get(f"d {name}") for name in TIMED}, slice(11, 139))
     own = {f"d {name}": x for name, x in inner.items() if x is not None}
     own |= {"o": found["o"][:, 11:139], "d initial_state": found["d initial_state"]}
     assert_alike(own | {"final_state": found["final_state"]}, expected, kind.dtype)
@@ -155,7 +114,7 @@ def test_empty_tokens_change_nothing(kind: Kind) -> None:
 @every_form
 def test_nan_around_a_tensor_is_never_read(kind: Kind, form: str) -> None:
     drawn = draw(kind.case(**FORMS[form]))
-    assert_same(results(within_nan(drawn)), results(drawn))
+    assert_same(results(truth.within_nan(drawn)), results(drawn))
 
 
 @every_form

@@ -3,6 +3,7 @@
 import fcntl
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -134,26 +135,18 @@ def test_segments_are_repeatable_and_equal_whole_sequences(kind: Kind) -> None:
 
 @every_split
 def test_no_future_input_changes_the_past_in_segments(kind: Kind) -> None:
-    case = draw(remembering(kind)).case
-    before = truth.call(case, case.tensors).o
-    for name in truth.TIMED:
-        if case.tensors[name] is None:
-            continue
-        for t in (1, 256, 300, 1099):
-            changed = case.tensors[name].clone()
-            changed[:, t:] *= 300.0 if name == "log_decay" else -0.7
-            after = truth.call(case, case.tensors | {name: changed}).o
-            assert torch.equal(after[:, :t], before[:, :t]), f"{name} from {t} on"
+    run = lambda case: truth.call(case, case.tensors).o  # noqa: E731
+    truth.assert_causal(
+        draw(remembering(kind)).case, run, (1, 256, 300, 1099), (300.0,), seen=False
+    )
+
+
+fixed = partial(results, batch_invariant=True)
 
 
 @every_split
 def test_a_fixed_plan_gives_a_row_the_same_bits_in_any_batch(kind: Kind) -> None:
-    drawn = draw(remembering(kind, batch=5))
-    together = results(drawn, batch_invariant=True)
-    for i in (0, 4):
-        row = slice(i, i + 1)
-        alone = results(drawn.rows(row), batch_invariant=True)
-        assert_same(alone, {name: x[row] for name, x in together.items()})
+    truth.assert_rows_alone(draw(remembering(kind, batch=5)), (0, 4), fixed)
 
 
 @every_split
@@ -161,8 +154,4 @@ def test_a_fixed_plan_gives_a_packed_sequence_the_same_bits(kind: Kind) -> None:
     drawn = draw(remembering(kind, lengths=(300, 0, 1100, 37)))
     alone = drawn.sequence(2)
     one = alone._replace(case=alone.case._replace(lengths=(1100,)))
-    expected = results(one, batch_invariant=True)
-    together = results(drawn, batch_invariant=True)
-    for name, x in together.items():
-        own = x[2:3] if "state" in name else x[:, 300:1400]
-        assert torch.equal(own, expected[name]), name
+    assert_same(truth.own_part(drawn.case, fixed(drawn), 2), fixed(one))
