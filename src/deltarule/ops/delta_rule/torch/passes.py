@@ -11,7 +11,6 @@ from torch import Tensor
 
 from deltarule.ops.chunks import Chunked, Window, chunk_size, cut, join, packed_sequences
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.torch import unerased
 from deltarule.ops.delta_rule.torch.channel_scores import ChannelPairs
 from deltarule.ops.delta_rule.torch.scores import (
     LOWEST,
@@ -33,10 +32,6 @@ from deltarule.ops.delta_rule.torch.scores import (
 Chunks = Inputs
 
 
-# The same of chunks that erase nothing, of which a cache holds bunches: fewer windows to set up.
-SHARED_ELEMENTS = 2**22
-
-
 def window_elements(device: torch.device) -> int:
     """Most elements of a window's tensors: what a core's cache holds, or fills another device.
 
@@ -50,10 +45,8 @@ def window_elements(device: torch.device) -> int:
 def chunks_at_once(inputs: Inputs, size: int) -> int:
     rows = size * inputs.n_steps
     elements = inputs.v.shape[2] * rows * max(rows, *inputs.state_shape[2:])
-    window = window_elements(inputs.q.device) // elements
-    if inputs.erase == "none" and inputs.decay != "channel":
-        window = max(SHARED_ELEMENTS // elements, window)
-    return window
+    # Without an erase a chunk has half as many tensors.
+    return window_elements(inputs.q.device) * (2 if inputs.erase == "none" else 1) // elements
 
 
 def tokens_in_chunk(inputs: Inputs) -> int:
@@ -141,6 +134,8 @@ def next_state(
     The longer sequences come first, and those that have ended keep their state.
     """
     values = [write.x0 for write in writes]
+    # What needs no state is there at once for all chunks.
+    written = [write.y.write(write.x0) for write in writes if write.from_state is None]
     for first, last in pairwise(bounds):
         here, running = slice(first, last), state[: last - first]
         states[here] = running
@@ -149,7 +144,9 @@ def next_state(
         for x, write in zip(values, writes, strict=True):
             if write.from_state is not None:
                 x[here] += write.from_state[here] @ states[here].mT
-            running += write.y.part(here).write(x[here])
+                running += write.y.part(here).write(x[here])
+        for of_chunks in written:
+            running += of_chunks[here]
     return values
 
 
@@ -175,9 +172,13 @@ def next_state_backward(
             running *= whole[here]
         running += d_read[here]
         for dx, write in zip(d_values, writes, strict=True):
-            dx[here] += write.y.part(here).read(d_ends[here])
             if write.from_state is not None:
+                dx[here] += write.y.part(here).read(d_ends[here])
                 running += dx[here].mT @ write.from_state[here]
+    # And those of values that no state changed, of all chunks.
+    for dx, write in zip(d_values, writes, strict=True):
+        if write.from_state is None:
+            dx += write.y.read(d_ends)
     return d_ends
 
 
@@ -224,10 +225,6 @@ def _work(chunks: Chunks) -> Work:
 def window_forward(chunks: Chunks, state: Tensor, states: Tensor, window: Window) -> Tensor:
     """Outputs of the chunks; the state goes to the end of the window, by way of `states`."""
     state, states = (x.unflatten(1, (chunks.q.shape[1], -1)) for x in (state, states))
-    if runs_unerased(chunks):
-        shared = unerased.Shared.of(chunks.q, chunks.k, chunks.log_decay)
-        o = unerased.forward(shared, chunks.v, state, states, bunched(chunks, window))
-        return o.flatten(1, 2)
     work = _work(chunks)
     values = next_state(work.writes, work.decay.whole, state, window.bounds, states)
     o = work.reads.read(states)
@@ -236,30 +233,11 @@ def window_forward(chunks: Chunks, state: Tensor, states: Tensor, window: Window
     return o.flatten(1, 2)
 
 
-def bunched(chunks: Chunks, window: Window) -> list[list[int]]:
-    """Bounds of the window's ranks, in bunches that a cache holds."""
-    heads, (rows, values) = chunks.v.shape[1:3].numel(), chunks.v.shape[3:]
-    elements = heads * rows * max(rows, values, chunks.k.shape[-1]) * window.bounds[1]
-    ranks, bounds = max(window_elements(chunks.v.device) // elements, 1), window.bounds
-    return [bounds[start : start + ranks + 1] for start in range(0, len(bounds) - 1, ranks)]
-
-
-def runs_unerased(chunks: Chunks) -> bool:
-    by_channel = chunks.log_decay is not None and chunks.log_decay.shape[-1] > 1
-    one_write = chunks.k.shape[-2] == chunks.q.shape[-2]
-    return chunks.beta is None and chunks.a is None and one_write and not by_channel
-
-
 def window_backward(
     d_o: Tensor, d_state: Tensor, chunks: Chunks, states: Tensor, window: Window
 ) -> Chunks:
     """Gradients by the chunks; d_state goes from the end of the window to its start."""
     d_o, d_state, states = (x.unflatten(1, (chunks.q.shape[1], -1)) for x in (d_o, d_state, states))
-    if runs_unerased(chunks):
-        shared = unerased.Shared.of(chunks.q, chunks.k, chunks.log_decay)
-        bunches = bunched(chunks, window)
-        found = unerased.backward(shared, chunks.v, states, d_o, d_state, bunches)
-        return Chunks(*found[:3], None, None, None, found[3])
     (q, k, v, beta, a, b, _), work = chunks[:7], _work(chunks)
     decay, writes = work.decay, work.writes
     values = [

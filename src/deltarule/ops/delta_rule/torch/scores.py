@@ -48,8 +48,8 @@ class HeadPairs(NamedTuple):
         return cls(pair_sums(log_decay, own_row).squeeze(-1).exp_())
 
     def scores(self, x: Tensor, y: Tensor, *, strict: bool) -> Tensor:
-        product = x @ y.mT
-        return mask(product if self.matrix is None else _times(product, self.matrix), strict)
+        product = mask(x @ y.mT, strict)
+        return product if self.matrix is None else _times(product, self.matrix)
 
     def backward(
         self, d_scores: Tensor, scores: Tensor, x: Tensor, y: Tensor, *, strict: bool
@@ -159,18 +159,11 @@ class Rows(NamedTuple):
 
     def write(self, values: Tensor) -> Tensor:
         """[.., V, K] of values [.., C*n, V]."""
-        return self.weigh(values).mT @ self.rows
-
-    def side_by_side(self, values: Tensor) -> Tensor:
-        """Values [.., C*n, V] as they are written: [M, H, 1 or G, C*n, V of all heads or one]."""
-        weighed = self.weigh(values).unflatten(2, (self.rows.shape[2], -1))
-        return weighed.transpose(3, 4).flatten(4)
-
-    def add(self, written: Tensor, state: Tensor, chunk: int) -> None:
-        """Add what comes of them in the chunks from `chunk` on."""
-        rows = self.rows[chunk : chunk + len(written)]
-        size = written.shape[:3].numel(), -1, state.shape[-1]
-        state.view(size).baddbmm_(written.flatten(0, 2).mT, rows.flatten(0, 2))
+        groups, weighed = self.rows.shape[2], self.weigh(values)
+        if groups == values.shape[2]:
+            return weighed.mT @ self.rows
+        beside = weighed.unflatten(2, (groups, -1)).transpose(3, 4).flatten(4)
+        return (beside.mT @ self.rows).unflatten(3, (-1, values.shape[-1])).flatten(2, 3)
 
     def weigh(self, values: Tensor) -> Tensor:
         return scale(values, self.factor)
