@@ -28,11 +28,6 @@ def test_windows_of_any_size_agree(elements, lengths, monkeypatch):
     check(OPERATORS["all"], OPERATORS["all"].draw(tokens=150, lengths=lengths))
 
 
-def test_decays_on_two_sides_go_no_token_by_token(monkeypatch):
-    monkeypatch.delattr(scan_layout, "decay")
-    OPERATORS["dfw"].run(**OPERATORS["dfw"].draw(), impl="torch")
-
-
 def test_resets_leave_nothing_and_are_differentiable():
     operator = OPERATORS["dfw"]
     x = operator.draw(tokens=150)

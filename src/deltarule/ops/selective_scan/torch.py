@@ -6,8 +6,6 @@ token of each chunk are in memory; the backward pass keeps those of the tokens o
     decay_t = exp(delta_t A + value_log_decay_t 1^T + 1 log_decay_t^T) * (1 - beta_t k_t^2^T)
               or signed, 2 exp(..) - 1 in place of exp(..)
     S_t = decay_t * S_{t-1} + w_t k_t^T        w_t = v_t or beta_t * v_t        o_t = S_t q_t
-
-Where the decay is one of key channels and one of value channels, the forward is by `products`.
 """
 
 import math
@@ -20,24 +18,12 @@ from torch import Tensor
 
 from deltarule.ops.chunks import Chunked, Window, chunk_size, cut, join, packed_sequences
 from deltarule.ops.dispatch import without_autocast
-from deltarule.ops.selective_scan import products
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.shapes import RecurrentOutput
 
 # The arguments cut into chunks, q times the scale: [M, HV, C, channels], or [HV, V, K] where
 # constant over time. And gradients by them.
 Chunks = ScanInputs
-
-
-def factors(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
-    """What `products` multiplies of these chunks; None where each entry decays on its own."""
-    q, k, v, delta, _, log_b, log_a, beta = chunks[:8]
-    if chunks.signed or delta is not None or beta is not None or q.ndim == 3 or k.ndim == 3:
-        return None
-    if not products.apply((q, k, v), (log_a, log_b)):
-        return None
-    log_a, log_b = (v.new_zeros(1) if x is None else x for x in (log_a, log_b))
-    return q, k, v, log_a.expand(k.shape), log_b.expand(v.shape)
 
 
 def window_elements(device: torch.device) -> int:
@@ -116,14 +102,15 @@ def decay(chunks: Chunks, t: int, with_erase: bool = True) -> Tensor:
     e = exp(delta A + value_log_decay 1^T + 1 log_decay^T) or, signed, 2 e - 1; and if
     `with_erase` times (1 - beta k^2^T)
     """
-    logs = []
+    factors = []
     if chunks.delta is not None and chunks.A is not None:
-        logs.append(chunks.delta[:, :, t, :, None] * chunks.A)
+        factors.append((chunks.delta[:, :, t, :, None] * chunks.A).exp())
+    # Of channels alone: far fewer exponentials than entries.
     if chunks.value_log_decay is not None:
-        logs.append(chunks.value_log_decay[:, :, t, :, None])
+        factors.append(chunks.value_log_decay[:, :, t, :, None].exp())
     if chunks.log_decay is not None:
-        logs.append(chunks.log_decay[:, :, t, None])
-    factor = sum(logs[1:], logs[0]).exp() if logs else chunks.v.new_ones(1, 1, 1, 1)
+        factors.append(chunks.log_decay[:, :, t, None].exp())
+    factor = math.prod(factors[1:], start=factors[0]) if factors else chunks.v.new_ones(1, 1, 1, 1)
     if chunks.signed:
         factor = 2 * factor - 1
     return factor * erase(chunks, t) if with_erase and chunks.beta is not None else factor
@@ -151,15 +138,12 @@ def chunk_starts(chunks: Chunks, state: Tensor, bounds: list[int], starts: Tenso
         starts.copy_(state[: bounds[1]])
         return
     # What each chunk makes of a state of zeros, and what is left of any other.
-    if (given := factors(chunks)) is not None:
-        local, left = products.write(*given[1:])
-    else:
-        write, shape = written(chunks), (chunks.v.shape[0], *state.shape[1:])
-        local, left = state.new_zeros(shape), state.new_ones(shape)
-        for t in range(write.shape[2]):
-            factor = decay(chunks, t)
-            local.mul_(factor).addcmul_(write[:, :, t, :, None], at(chunks.k, t))
-            left.mul_(factor)
+    write, shape = written(chunks), (chunks.v.shape[0], *state.shape[1:])
+    local, left = state.new_zeros(shape), state.new_ones(shape)
+    for t in range(write.shape[2]):
+        factor = decay(chunks, t)
+        local.mul_(factor).addcmul_(write[:, :, t, :, None], at(chunks.k, t))
+        left.mul_(factor)
     before = state
     for first, stop in pairwise(bounds):
         starts[first:stop] = before[: stop - first]
@@ -168,12 +152,6 @@ def chunk_starts(chunks: Chunks, state: Tensor, bounds: list[int], starts: Tenso
 
 def read(chunks: Chunks, starts: Tensor) -> tuple[Tensor, Tensor]:
     """o [M, HV, C, V], and the state at the end of every chunk."""
-    if (given := factors(chunks)) is not None:
-        return products.read(*given, starts)
-    return read_by_token(chunks, starts)
-
-
-def read_by_token(chunks: Chunks, starts: Tensor) -> tuple[Tensor, Tensor]:
     write, state = written(chunks), starts
     o = torch.empty_like(write)
     for t in range(write.shape[2]):
@@ -269,5 +247,5 @@ def step(inputs: ScanInputs) -> RecurrentOutput:
         state = inputs.initial_state
         if state is None:
             state = inputs.v.new_zeros(inputs.state_shape, dtype=inputs.dtype)
-        o, state = read_by_token(chunks, state)
+        o, state = read(chunks, state)
         return RecurrentOutput(o.transpose(1, 2).to(inputs.v.dtype).contiguous(), state)
