@@ -18,6 +18,7 @@ from torch import Tensor
 from deltarule.models import CausalLM, ModelConfig, count_parameters
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.models.loss import next_token_loss
+from deltarule.nn import MIXERS
 from deltarule.nn.checks import check_least, check_multiple
 from deltarule.train.data import Array, Corpus, encode_documents
 from deltarule.train.device import to_device
@@ -197,7 +198,11 @@ class TextCell(TrainedCell):
 
 def text_model(layer_types: str, size: str) -> ModelConfig:
     """A model of one mixer or pattern, with all that is not named here at the mixer's default."""
-    return ModelConfig(vocab_size=VOCAB_SIZE, layer_types=layer_types, **SIZES[size]["model"])
+    form = SIZES[size]
+    model = ModelConfig(vocab_size=VOCAB_SIZE, layer_types=layer_types, **form["model"])
+    # A window is half of a row, where there is one.
+    windowed = any(MIXERS[name].takes("window") for name in model.layer_types)
+    return replace(model, window=form["cell"]["length"] // 2) if windowed else model
 
 
 def text_cells(

@@ -17,9 +17,11 @@ MIXED = ("gated_deltanet", "sliding_window", "attention", "rwkv7")
 def small_config(**changes):
     fields = {
         "vocab_size": 257, "hidden_size": 32, "num_layers": 4, "num_heads": 2,
-        "layer_types": MIXED, "window": 5,
+        "layer_types": MIXED,
     }  # fmt: skip
-    return ModelConfig(**(fields | changes))
+    fields |= changes
+    windowed = "sliding_window" in fields["layer_types"]
+    return ModelConfig(**({"window": 5} if windowed else {}) | fields)
 
 
 def check_graphs(model, prompts, **options):

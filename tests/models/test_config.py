@@ -18,6 +18,7 @@ EXPERTS = {
     "mlp_layer_types": "sparse", "num_experts": 4, "num_experts_per_tok": 1,
     "moe_intermediate_size": 8,
 }  # fmt: skip
+LATENT = {"layer_types": "attention", "kv_lora_rank": 8}
 
 
 @pytest.mark.parametrize(
@@ -65,20 +66,20 @@ def test_the_page_has_every_field_and_every_argument_of_generate_in_its_tables()
         ({"output_norm_eps": 0}, "output_norm_eps must be a finite number above 0, got 0"),
         ({"post_norm": "atention"}, "did you mean 'attention'"),
         ({"deepnorm_alpha": 2.0, "post_norm": "attention"}, "post_norm and deepnorm_alpha exclude"),
-        ({"n_groups": 2}, "n_groups=2 means nothing without mamba2 in layer_types"),
+        ({"n_groups": 2}, "n_groups=2 means nothing for any of layer_types gated_deltanet"),
         ({"layer_types": "kda+atention"}, "unknown layer 'kda+atention': did you mean"),
         ({"layer_types": "kda+kda"}, "layer_types names a part twice in one block: 'kda+kda'"),
         ({"mlp_layer_types": "spars"}, "mlp_layer_types must be one of dense, sparse, none, got"),
         ({"mlp_layer_types": ("dense",) * 3}, "mlp_layer_types is a pattern of 3 names"),
         ({"mlp_layer_types": "dense", "mlp_size": 0}, "mlp_size must be above 0"),
         ({"mlp_layer_types": "sparse"}, "moe_intermediate_size must be given"),
-        ({"num_experts": 4}, "num_experts=4 means nothing without moe in layer_types or sparse"),
+        ({"num_experts": 4}, "these have it: moe, sparse in mlp_layer_types"),
         (EXPERTS | {"n_group": 3}, "n_group must divide num_experts=4, got 3"),
         (EXPERTS | {"topk_group": 2}, "topk_group must be at most n_group=1, got 2"),
         (EXPERTS | {"num_experts_per_tok": 5}, "num_experts_per_tok must be at most 4"),
         (EXPERTS | {"n_group": 4}, "n_group=4 leaves groups of fewer than two experts"),
         (EXPERTS | {"shared_expert_gate": True}, "shared_expert_gate means nothing without"),
-        ({"kv_lora_rank": 8}, "kv_lora_rank=8 means nothing without attention in layer_types"),
+        ({"kv_lora_rank": 8}, "these have it: attention"),
         (
             {"gate_lower_bound": 1.0, "layer_types": "kda"},
             "gate_lower_bound must be None or a finite number < 0, got 1.0",
@@ -100,13 +101,23 @@ def test_the_page_has_every_field_and_every_argument_of_generate_in_its_tables()
         ({"feature_map": "elu1"}, "got 'elu1': did you mean 'elu'?"),
         ({"qk_norm": "l3"}, "qk_norm must be None or one of none, l1, l2, got 'l3'"),
         ({"normalizer": 1}, "normalizer must be True, False or None, got 1"),
-        ({"output_gate_bias": False}, "output_gate_bias=False means nothing without kda"),
-        ({"low_rank_dims": (1, 2, 3, 4)}, "means nothing without rwkv7 in layer_types"),
+        ({"output_gate_bias": False}, "output_gate_bias=False means nothing for any"),
+        ({"low_rank_dims": (1, 2, 3, 4)}, "these have it: rwkv7"),
         ({"layer_types": "rwkv7", "low_rank_dims": (1, 2)}, "low_rank_dims must be 4 integers"),
         ({"norm_type": "batch"}, "norm_type must be one of rms, layer, got 'batch'"),
         ({"mlp_multipliers": (1.0,)}, "mlp_multipliers must be a tuple of 2 numbers, got (1.0,)"),
-        ({"ssm_out_multiplier": 2.0}, "ssm_out_multiplier=2.0 means nothing without mamba2"),
-        ({"attention_multiplier": 0.1}, "means nothing without attention or sliding_window in"),
+        ({"ssm_out_multiplier": 2.0}, "ssm_out_multiplier=2.0 means nothing for any of"),
+        ({"attention_multiplier": 0.1}, "these have it: attention, sliding_window"),
+        ({"num_kv_heads": 1}, "attention without kv_lora_rank, sliding_window"),
+        (LATENT | {"attention_gate": True}, "attention without kv_lora_rank, sliding_window"),
+        ({"layer_types": "attention", "v_head_dim": 8}, "it: attention with kv_lora_rank"),
+        ({"layer_types": "attention", "window": 5}, "titans_mal, sliding_window"),
+        (
+            {"rope_theta": 500.0},
+            "rope_theta=500.0 means nothing for any of layer_types gated_deltanet",
+        ),
+        ({"layer_types": "attention", "num_v_heads": 4}, "num_v_heads=4 means nothing for any of"),
+        ({"layer_types": "attention", "output_gate": True}, "output_gate=True means nothing for"),
         ({"n_groups": 3, "layer_types": "mamba2"}, "n_groups must divide the 2 heads of Mamba-2"),
         ({"beta_max": 2.5}, "beta_max must be a number in (0, 2], got 2.5"),
         ({"beta_max": "1"}, "beta_max must be a finite number above 0, got '1'"),
@@ -136,7 +147,7 @@ def test_each_layer_says_how_its_heads_share(name, message):
 
 def test_json_round_trip():
     multiplied = {"layer_types": "mamba2", "ssm_multipliers": (1.0, 2.0, 1.0, 1.0, 0.5)}
-    for options in ({"layer_types": ("kda", "attention"), "window": 7}, EXPERTS | multiplied):
+    for options in ({"layer_types": ("kda", "sliding_window"), "window": 7}, EXPERTS | multiplied):
         config = ModelConfig(**FIELDS | options)
         assert ModelConfig.from_json(config.to_json()) == config
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -67,6 +67,17 @@ def test_rows_and_the_page_name_every_family():
     assert [name for name in FAMILIES if f"`{name}`" not in page] == []
 
 
+def test_a_file_may_have_sizes_of_layers_that_the_model_has_none_of():
+    stored = {
+        "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "layer_types": ["attention"] * 2, "mamba_n_heads": 2, "mamba_d_head": 32,
+        "mamba_n_groups": 2, "num_local_experts": 0, "intermediate_size": 48,
+        "shared_intermediate_size": 48,
+    }  # fmt: skip
+    config = FAMILIES["granitemoehybrid"].config(stored | {"model_type": "granitemoehybrid"})
+    assert (config.layer_types, config.n_groups) == (("attention", "attention"), 1)
+
+
 def test_a_parameter_without_a_name_is_refused():
     with pytest.raises(ValueError, match="has no name for the parameter 'b'"):
         check_parts([Piece("theirs", ("a",))], {"a": (1,), "b": (1,)})

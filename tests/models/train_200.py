@@ -31,17 +31,20 @@ STEPS = 200
 # The last loss is a mean over so many steps: one batch of text is easier than another.
 LAST = 10
 # The command's own model; the window is within the 128 tokens of a piece.
-MODEL = ModelOptions(window=64)
+MODEL = ModelOptions()
+WINDOW = 64
 
 
 def train(name: str, *, steps: int = STEPS, data: str | None = None) -> dict[str, Any]:
     """One row: what the losses of a mixer did, without what comes after the training."""
     torch.set_num_threads(1)
     began = time.monotonic()
+    window = WINDOW if MIXERS[name].takes("window") else None
+    model = dataclasses.replace(MODEL, layer_types=(name,), window=window)
     with tempfile.TemporaryDirectory() as runs, contextlib.redirect_stdout(io.StringIO()):
         run = TextRun(
             data=data, name=name, runs=Path(runs), validation_bytes=2_000, curve_bytes=2_000,
-            long_length=128, sample_bytes=0, model=dataclasses.replace(MODEL, layer_types=(name,)),
+            long_length=128, sample_bytes=0, model=model,
             loop=LoopOptions(steps=steps, save_every=steps, evaluate_every=0, device="cpu"),
         )  # fmt: skip
         try:

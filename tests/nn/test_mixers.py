@@ -475,7 +475,7 @@ def test_forward_and_backward_on_the_meta_device(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_models_take_fake_tokens_and_offsets(name):
     with FakeTensorMode():
-        model = small_model(name, window=4)
+        model = small_model(name, **({"window": 4} if MIXERS[name].takes("window") else {}))
         tokens = torch.randint(257, (1, 9))
         _, state = model(tokens)
         model(tokens, state, mask=torch.ones(1, 9, dtype=torch.bool))

@@ -45,8 +45,8 @@ class ModelConfig:
             names.
         num_heads: Query and key heads.
         num_v_heads: Value heads of recurrent layers, a multiple of num_heads. None: num_heads.
-        head_k_dim: Channels of a query or key. None: the layer's default.
-        head_v_dim: Channels of a value. None: the layer's default.
+        head_k_dim: Channels of a query or key of recurrent layers. None: the layer's default.
+        head_v_dim: Channels of a value of recurrent layers. None: the layer's default.
         num_attention_heads: Query heads of attention, where it has others than recurrent layers.
             None: num_heads.
         num_kv_heads: Key and value heads of attention, a divisor of its query heads. None: as many.
@@ -137,7 +137,8 @@ class ModelConfig:
         tie_embeddings: Use the embedding as the output head.
 
     Raises:
-        ValueError: A field has the wrong type, range or length, or names an unknown layer.
+        ValueError: A field has the wrong type, range or length, names an unknown layer, or is an
+            option that no layer has (but head_k_dim, head_v_dim and conv_size).
 
     Examples:
         >>> config = ModelConfig(vocab_size=257, hidden_size=64, num_layers=4, num_heads=2,

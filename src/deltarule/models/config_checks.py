@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from types import NoneType
 from typing import Any
 
@@ -25,26 +25,38 @@ _OTHER_NUMBERS = ("gate_lower_bound", "partial_rotary_factor")
 _WORDS: dict[str, Collection[str]] = {
     "feature_map": FEATURE_MAPS, "post_norm": MIXERS, "spectrum": SPECTRA
 }  # fmt: skip
-# Options that mean nothing without a layer that takes them.
-_ASKED_FOR = (
-    "beta_max", "longest_horizon", "gate_lower_bound", "n_steps", "num_slots", "mini_batch",
-    "feature_map", "qk_norm", "output_norm", "normalizer", "filter_size", "spectrum",
-    "num_persistent",
-)  # fmt: skip
 # What a block has beside mixers in its first half.
 MLP_PARTS = ("mlp", "moe", "channel_mix")
-_MAMBA1 = ("mamba1", "signed_mamba1")
-_ATTENTION = ("attention", "sliding_window")
-# Options that mean nothing, but for their defaults, without one of these parts.
-_OF_PARTS: dict[str, tuple[str, ...]] = {
-    "low_rank_dims": ("rwkv7",), "output_norm_bias": ("mlstm", "xlstm_7b"),
-    "mamba_inner_norm": _MAMBA1, "time_step_rank": _MAMBA1,
-    "kv_lora_rank": ("attention",), "output_gate_bias": ("kda",), "n_groups": ("mamba2",),
-    "mamba_rms_norm": ("mamba2",), "ssm_multipliers": ("mamba2",),
-    "ssm_out_multiplier": ("mamba2",), "attention_multiplier": _ATTENTION,
-    "attention_out_multiplier": _ATTENTION, **dict.fromkeys(ROUTING, ("moe",)),
-    "moe_intermediate_size": ("moe",), "shared_expert_intermediate_size": ("moe",),
-    "shared_expert_gate": ("moe",),
+# Options by the parts, without all of which they mean nothing.
+_PLAIN, _LATENT = (f"attention {word} kv_lora_rank" for word in ("without", "with"))
+_OWN: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("attention",): ("kv_lora_rank",),
+    (_LATENT,): ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    (_PLAIN, "sliding_window"): (
+        "num_kv_heads", "attention_head_dim", "attention_qk_norm", "attention_gate",
+    ),
+    ("attention", "sliding_window"): (
+        "num_attention_heads", "partial_rotary_factor", "attention_multiplier",
+        "attention_out_multiplier",
+    ),
+    ("rwkv7",): ("low_rank_dims",), ("mlstm", "xlstm_7b"): ("output_norm_bias",),
+    ("mamba1", "signed_mamba1"): ("mamba_inner_norm", "time_step_rank"),
+    ("kda",): ("output_gate_bias",),
+    ("mamba2",): ("n_groups", "mamba_rms_norm", "ssm_multipliers", "ssm_out_multiplier"),
+    ("moe", "sparse in mlp_layer_types"): (
+        *ROUTING, "moe_intermediate_size", "shared_expert_intermediate_size", "shared_expert_gate",
+    ),
+}  # fmt: skip
+_OWNERS = {name: parts for parts, names in _OWN.items() for name in names}
+# Those that mixers know, but sizes that a model may have for all: each layer takes what it has.
+_ASKED_FOR = {*checks.REASONS, "conv_bias", "output_gate"} - {
+    "head_k_dim",
+    "head_v_dim",
+    "conv_size",
+}
+# Options of some layers, and up to where they change nothing.
+_NEUTRAL = {
+    "beta_max": 1, "n_steps": 1, "normalizer": False, "conv_bias": False, "output_gate": False
 }  # fmt: skip
 
 
@@ -110,38 +122,44 @@ def _check_kind(name: str, value: Any, kind: Any, optional: bool) -> None:
         raise ValueError(f"{name} must be {known}, got {value!r}")
 
 
-# Options of some layers, and up to where they change nothing.
-_NEUTRAL = {"beta_max": 1, "n_steps": 1, "normalizer": False}
-
-
 def check_used(config: Any) -> None:
     """Refuse an option that no layer of the model has: it would silently do nothing."""
-    kinds = config.mlp_layer_types or ()
-    parts = {part for name in config.layer_types for part in name.split("+")}
-    mixers = [name for name in dict.fromkeys(config.layer_types) if name not in MLP_PARTS]
-    parts |= {"moe"} if "sparse" in kinds else set()
+    options = vars(config)
+    parts = _parts(options)
     if "moe" in parts:
         _check_experts(config)
-    if config.mlp_size == 0 and (parts & {"mlp", "channel_mix"} or "dense" in kinds):
+    if config.mlp_size == 0 and parts & {"mlp", "channel_mix", "dense"}:
         raise ValueError("mlp_size must be above 0 for the MLPs of layer_types or mlp_layer_types")
-    fields = {field.name: field.default for field in dataclasses.fields(config)}
-    for name, needed in _OF_PARTS.items():
-        if getattr(config, name) != fields[name] and not parts & {*needed}:
-            where = "layer_types or sparse in mlp_layer_types" if "moe" in needed else "layer_types"
-            raise ValueError(
-                f"{name}={getattr(config, name)!r} means nothing without {' or '.join(needed)} in "
-                f"{where}"
-            )
-    for name in _ASKED_FOR:
-        value = getattr(config, name)
-        if value is None or (name in _NEUTRAL and value <= _NEUTRAL[name]):
-            continue
-        if not any(MIXERS[part].takes(name) for part in parts if part in MIXERS):
-            known = ", ".join(layer for layer, mixer in MIXERS.items() if mixer.takes(name))
-            raise ValueError(
-                f"{name}={value!r} means nothing for any of layer_types "
-                f"{', '.join(mixers)}: these have it: {known}"
-            )
+    for name in unused(config.__class__, options):
+        raise ValueError(
+            f"{name}={options[name]!r} means nothing for any of layer_types "
+            f"{', '.join(dict.fromkeys(config.layer_types))}: these have it: "
+            f"{', '.join(_owners(name))}"
+        )
+
+
+def unused(config_class: Any, options: Mapping[str, Any]) -> list[str]:
+    """Options other than their defaults that no layer of the model has."""
+    neutral = {field.name: field.default for field in dataclasses.fields(config_class)}
+    given = {name: value for name, value in options.items() if value != neutral[name]}
+    parts, most = _parts(options), _NEUTRAL | {"num_v_heads": options["num_heads"]}
+    names = [name for name in given if name in _ASKED_FOR or name in _OWNERS]
+    over = [name for name in names if name not in most or given[name] > most[name]]
+    return [name for name in over if not parts & {*_owners(name)}]
+
+
+def _owners(name: str) -> tuple[str, ...]:
+    return _OWNERS.get(name) or tuple(key for key, mixer in MIXERS.items() if mixer.takes(name))
+
+
+def _parts(options: Mapping[str, Any]) -> set[str]:
+    """What the blocks are made of, and the kinds of their second halves."""
+    names = options["layer_types"], options.get("mlp_layer_types") or ()
+    layers, kinds = (given if isinstance(given, tuple) else (given,) for given in names)
+    parts = {part for name in (*layers, *kinds) for part in str(name).split("+")}
+    if "attention" in parts:
+        parts.add(_PLAIN if options.get("kv_lora_rank") is None else _LATENT)
+    return parts | ({"moe"} if "sparse" in parts else set())
 
 
 def _check_experts(config: Any) -> None:

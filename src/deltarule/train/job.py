@@ -63,9 +63,9 @@ class ModelOptions:
     num_heads: int = 2
     """Heads of each mixer."""
     head_k_dim: int | None = 32
-    """Channels of a query or key; None is the layer's own default."""
+    """Channels of a query or key of recurrent layers; None is the layer's own default."""
     head_v_dim: int | None = 64
-    """Channels of a value; None is the layer's own default."""
+    """Channels of a value of recurrent layers; None is the layer's own default."""
     mlp_size: int | None = None
     """Channels inside the MLP; None is 8/3 of the hidden size, 0 leaves the MLP out."""
     conv_size: int | None = None

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from deltarule.models.config import THEIRS, ModelConfig
+from deltarule.models.config_checks import unused
 from deltarule.models.convert.names import Tensors
 from deltarule.nearest import check_known
 from deltarule.nn.checks import check_integer, is_number
@@ -279,7 +280,11 @@ class Family:
 
     def config(self, stored: Mapping[str, Any]) -> ModelConfig:
         fields = Fields(stored)
-        config = ModelConfig(**read(self.options, fields))
+        # A file says sizes of layers of the family that this model may have none of.
+        given = read(self.options, fields)
+        for name in unused(ModelConfig, given):
+            del given[name]
+        config = ModelConfig(**given)
         fields.done()
         return config
 
