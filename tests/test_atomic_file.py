@@ -3,8 +3,10 @@ import os
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from deltarule.atomic_file import write_atomically
+from deltarule.atomic_file import new_folder, write_atomically
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
@@ -31,6 +33,11 @@ def test_a_place_that_is_none_is_named(tmp_path):
             write_atomically(path, lambda aside: aside.write_text("new"))
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/c'$"):
         write_atomically(tmp_path / "c", is_full)
+    named = pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/d'$")
+    with named, new_folder(tmp_path / "d") as aside:
+        is_full(aside)
+    with pytest.raises(SafetensorError, match=f"^{tmp_path}/c: "):
+        write_atomically(tmp_path / "c", lambda aside: save_file({}, tmp_path / "none" / "c"))
     assert not list(tmp_path.iterdir())
 
 

@@ -8,11 +8,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file aside, then move it into place: readers see the old file or the new.
 
-    The folder of the file exists. An OSError names the path.
+    The folder of the file exists. An OSError or a SafetensorError names the path.
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -28,6 +30,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             raise
         # It names the hidden file, or none where the disk is full.
         raise OSError(error.errno, error.strerror, str(path)) from error
+    except SafetensorError as error:
+        raise SafetensorError(f"{path}: {error}") from error
     finally:
         aside.unlink(missing_ok=True)
     if os.name == "posix":
@@ -43,6 +47,17 @@ def write_json(path: Path, content: object, indent: int = 2) -> None:
 
 
 @contextlib.contextmanager
+def filling(folder: Path) -> Iterator[None]:
+    """Let the error of a full disk, which names no file, name the folder that is written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(folder)
+        raise
+
+
+@contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Fill a folder aside, then move it into place, under new parents: it is whole or absent."""
     if os.path.lexists(path):
@@ -51,7 +66,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         aside.mkdir()
-        yield aside
+        with filling(path):
+            yield aside
         for file in aside.iterdir():
             sync(file)
         # An empty folder made meanwhile would be replaced; one with files would not.

@@ -1,6 +1,7 @@
 """Token shards: what is written is the text, and rows are those of memory, from any position."""
 
 import dataclasses
+import errno
 import json
 import shutil
 import sys
@@ -138,6 +139,16 @@ def test_a_file_is_one_document_and_a_long_one_several(tmp_path, monkeypatch, ca
     documents = texts(open_token_folder(tmp_path / "tokens").training)
     assert len(documents) > 4
     assert all(text.endswith(b"\n") for text in documents[1:])
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(source, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(token_shards.ShardWriter, "add", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/tokens'$"):
+        write_data(DataRun(source, tmp_path / "tokens"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 def test_bad_input_is_named_and_nothing_is_left(source, tmp_path):

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from deltarule.atomic_file import filling
 from deltarule.json_file import fitted, parse_object, read_text
 from deltarule.models.files import naming
 from deltarule.nn.checks import check_least
@@ -238,7 +239,8 @@ def write_data(run: DataRun) -> None:
     aside = run.out.with_name(f".{run.out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    try:
+    with filling(run.out), contextlib.ExitStack() as made:
+        made.callback(shutil.rmtree, aside, ignore_errors=True)
         dtype: Literal["uint16", "uint32"] = "uint16" if encoder.vocab_size <= 2**16 else "uint32"
         with contextlib.ExitStack() as opened:
             sets = {}
@@ -255,8 +257,6 @@ def write_data(run: DataRun) -> None:
         encoder.save(aside)
         (aside / INDEX).write_text(json.dumps(dataclasses.asdict(index), indent=1))
         aside.replace(run.out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     for name, facts in ((TRAINING, index.training), (VALIDATION, index.validation)):
         counts = {"documents": facts.documents, "bytes": facts.bytes, "tokens": sum(facts.shards)}
         words = [f"{x:,} {what if x != 1 else what[:-1]}" for what, x in counts.items()]
