@@ -206,6 +206,11 @@ def latent(**options):
     return layer
 
 
+def test_a_part_of_a_key_is_not_negative():
+    with pytest.raises(ValueError, match=r"qk_rope_head_dim must be .* 0 or more, got -2"):
+        latent(qk_rope_head_dim=-2)
+
+
 def turned(x, position, theta):
     """Channel i with i + D/2, by position theta^(-2i/D)."""
     half = len(x) // 2

@@ -72,14 +72,21 @@ OWN = {
     "spectrum must be one of legs, inv, lin, got 'leg': did": ("s4d", {"spectrum": "leg"}),
     "mini_batch must be an integer of 1 or more, got 0": (MEMORIES, {"mini_batch": 0}),
     "mini_batch must be None for mesa, got 4: ttt and titans": ("mesa", {"mini_batch": 4}),
-    "num_persistent must be an integer of 1 or more, got -1": (BLOCKS, {"num_persistent": -1}),
+    "num_persistent must be an integer of 0 or more, got -1": (BLOCKS, {"num_persistent": -1}),
     "window must be an integer of 1 or more, got 0": ((*BLOCKS, "attention"), {"window": 0}),
     "rope_theta must be a finite number above 0, got -1": ("attention", {"rope_theta": -1}),
     "head_dim must be even for rotary positions, got 3": ("attention", {"head_dim": 3}),
+    "output_gate must be True, False or None, got 'no'": (
+        ("kda", "attention"), {"output_gate": "no"},
+    ),
+    "conv_bias must be True, False or None, got 3": ("kda", {"conv_bias": 3}),
+    "qk_norm must be one of head, all, got 'l2'": ("attention", {"qk_norm": "l2"}),
+    "partial_rotary_factor must be a number in": ("attention", {"partial_rotary_factor": 2}),
+    "scale must be a finite number above 0, got 'x'": ("attention", {"scale": "x"}),
     "num_heads must be an integer .*, got 0": (SCANS, {"num_heads": 0}),
     "head_k_dim must be .*, got 0": (SCANS, {"head_k_dim": 0}),
     "head_v_dim must be .*, got -1": (SCANS, {"head_v_dim": -1}),
-    "conv_size must be .*, got -1": (SCANS, {"conv_size": -1}),
+    "conv_size must be an integer of 0 or more, got -1": (SCANS, {"conv_size": -1}),
     "norm_eps must be a finite number above 0": (SCANS, {"norm_eps": 0}),
 }  # fmt: skip
 CASES = [

@@ -71,9 +71,7 @@ def check_fields(config: Any) -> None:
         raise ValueError(f"num_layers must be at most {MOST_LAYERS}, got {config.num_layers}")
     checks.check_beta_max(config.beta_max)
     checks.check_lower_bound(config.gate_lower_bound)
-    share = config.partial_rotary_factor
-    if not checks.is_number(share) or not 0 <= share <= 1:
-        raise ValueError(f"partial_rotary_factor must be a number in [0, 1], got {share!r}")
+    checks.check_share(config.partial_rotary_factor)
     if config.post_norm is not None and config.deepnorm_alpha is not None:
         raise ValueError("post_norm and deepnorm_alpha exclude each other: give one of them")
     if config.low_rank_dims is not None:

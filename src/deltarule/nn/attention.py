@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltarule.nearest import check_known
 from deltarule.nn import checks
 from deltarule.nn.call import LayerCall
 from deltarule.nn.layout import Layout, make_layout, split
@@ -113,6 +114,7 @@ class Attention(Mixer):
             checks.check_multiple("hidden_size", hidden_size, "num_heads", num_heads)
         head_dim = checks.default(head_dim, hidden_size // num_heads)
         self.head_dim = checks.positive("head_dim", head_dim)
+        checks.check_share(partial_rotary_factor)
         turned = int(self.head_dim * partial_rotary_factor)
         self.rope_theta = rope_theta if turned else None
         self.turned, self.partial_rotary_factor = turned, partial_rotary_factor
@@ -129,6 +131,12 @@ class Attention(Mixer):
         if output_gate:
             self.g_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=False)
+        if qk_norm is not None:
+            check_known("qk_norm", qk_norm, ("head", "all"))
+        flags = {"output_gate": output_gate, "zero_centered_norm": zero_centered_norm}
+        checks.check_flags(flags)
+        if scale is not None:
+            checks.above_zero("scale", scale)
         self.attention_qk_norm, self.zero_centered_norm = qk_norm, zero_centered_norm
         self.norm_eps, self.scale = checks.above_zero("norm_eps", norm_eps), scale
         self.q_norm, self.k_norm = self._norm(num_heads), self._norm(self.num_kv_heads)

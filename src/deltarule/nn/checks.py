@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import TypeVar, get_args
+from typing import TypeGuard, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -156,7 +156,7 @@ def check_state(
     return state
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -176,13 +176,22 @@ def check_meant(
         )
 
 
-def check_words(words: Mapping[str, str | None], normalizer: object) -> None:
-    """Refuse words that an option does not know, and a normaliser that is no flag."""
+def check_words(words: Mapping[str, str | None]) -> None:
+    """Refuse words that an option does not know."""
     for name, value in words.items():
         if value is not None:
             check_known(name, value, WORDS[name])
-    if not isinstance(normalizer, bool):
-        raise ValueError(f"normalizer must be True, False or None, got {normalizer!r}")
+
+
+def check_flags(flags: Mapping[str, object]) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool | None):
+            raise ValueError(f"{name} must be True, False or None, got {value!r}")
+
+
+def check_share(share: object) -> None:
+    if not is_number(share) or not 0 <= share <= 1:
+        raise ValueError(f"partial_rotary_factor must be a number in [0, 1], got {share!r}")
 
 
 def check_features(name: str, channels: int, normalizer: bool, own_gates: bool) -> None:

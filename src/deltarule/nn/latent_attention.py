@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deltarule.nn.attention import Attention
-from deltarule.nn.checks import above_zero, check_even, default, positive
+from deltarule.nn.checks import above_zero, check_even, check_integer, default, positive
 from deltarule.nn.layout import split
 from deltarule.nn.linears import is_plain, linear
 from deltarule.nn.masked_attention import add_row
@@ -65,6 +65,7 @@ class LatentAttention(Attention):
         self.hidden_size = positive("hidden_size", hidden_size)
         self.num_heads, self.num_kv_heads = positive("num_heads", num_heads), 1
         self.latent = positive("kv_lora_rank", kv_lora_rank)
+        check_integer("qk_rope_head_dim", qk_rope_head_dim, 0)
         self.sizes = positive("qk_nope_head_dim", qk_nope_head_dim), qk_rope_head_dim
         self.v_head_dim = positive("v_head_dim", v_head_dim)
         # Channels of a row of the cache.

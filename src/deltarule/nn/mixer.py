@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 from deltarule.nn import checks
-from deltarule.nn.checks import COMMON, REASONS, SPECTRA, check_meant, check_words
+from deltarule.nn.checks import COMMON, REASONS, SPECTRA, check_flags, check_meant, check_words
 from deltarule.nn.frame import Frame
 from deltarule.nn.norm import GatedGroupNorm, GatedRMSNorm, GateOnly
 from deltarule.nn.roles import Role
@@ -200,8 +200,8 @@ class Mixer(Frame):
                 f"layer_index must be an integer from 0 to num_layers - 1 = {num_layers - 1}, "
                 f"got {layer_index!r}"
             )
-        conv_size = checks.default(conv_size, self.default_conv_size)
-        self.conv_size = checks.positive("conv_size", conv_size) if conv_size != 0 else 0
+        self.conv_size = checks.default(conv_size, self.default_conv_size)
+        checks.check_integer("conv_size", self.conv_size, 0)
         self.conv_bias = checks.default(conv_bias, False)
         self.feature_map = checks.default(feature_map, self.default_feature_map)
         divides = isinstance(self.rule, Rule) and self.rule.normalizer
@@ -213,7 +213,9 @@ class Mixer(Frame):
         neutral["normalizer"] = divides
         check_meant(self.rule.name, self.takes, given, neutral)
         words = {"qk_norm": qk_norm, "output_norm": output_norm, "spectrum": spectrum}
-        check_words({"feature_map": self.feature_map, **words}, self.normalizer)
+        check_words({"feature_map": self.feature_map, **words})
+        flags = {"normalizer": normalizer, "output_gate": output_gate, "conv_bias": conv_bias}
+        check_flags(flags)
         for name in self.even:
             checks.check_even(name, getattr(self, name))
         self.check_options()

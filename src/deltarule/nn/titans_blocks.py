@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
-from deltarule.nn.checks import check_state, default, positive
+from deltarule.nn.checks import check_integer, check_state, default, positive
 from deltarule.nn.gates import unit
 from deltarule.nn.layout import Layout, by_token, in_rows, make_layout, split
 from deltarule.nn.mixer import Mixer
@@ -68,8 +68,7 @@ class TitansMAG(Mixer):
     def check_options(self) -> None:
         self.window = positive("window", default(self.window, WINDOW))
         self.num_persistent = default(self.num_persistent, PERSISTENT)
-        if self.num_persistent != 0:
-            positive("num_persistent", self.num_persistent)
+        check_integer("num_persistent", self.num_persistent, 0)
 
     def build_output(self, gated: bool) -> None:
         given = {name: getattr(self, name) for name in SIZES + OPTIONS}
