@@ -200,21 +200,22 @@ def read_backward(
         add_at(d.k, t, d_state * value)
         d_write[:, :, t] = (d_state * at(chunks.k, t)).sum(-1)
         state = states.pop()
-        decay_backward(d_state * state, chunks, d, t)
-        d_state.mul_(decay(chunks, t))
+        factor = decay(chunks, t)
+        decay_backward(d_state * state, factor, chunks, d, t)
+        d_state.mul_(factor)
     if chunks.beta is None or d.beta is None:
         return d._replace(v=d_write), d_state
     return d._replace(v=d_write * chunks.beta, beta=d.beta + d_write * chunks.v), d_state
 
 
-def decay_backward(d_factor: Tensor, chunks: Chunks, d: Chunks, t: int) -> None:
+def decay_backward(d_factor: Tensor, factor: Tensor, chunks: Chunks, d: Chunks, t: int) -> None:
     """Add what comes through the factor of the state, [M, HV, V, K], to the gradients.
 
     With e = exp(exponent) and b = beta k^2^T:
         d exponent = d factor * e (1 - b)        d b = -d factor * e
     and signed, with f = 2 e - 1 in place of e: d exponent = d factor * (f + 1) (1 - b).
     """
-    d_erase, d_exponent = d_factor * decay(chunks, t, with_erase=False), d_factor * decay(chunks, t)
+    d_exponent = d_factor * factor
     if chunks.signed:
         d_exponent = d_exponent + d_factor * erase(chunks, t)
     if d.delta is not None and d.A is not None:
@@ -227,7 +228,7 @@ def decay_backward(d_factor: Tensor, chunks: Chunks, d: Chunks, t: int) -> None:
     if d.log_decay is not None:
         d.log_decay[:, :, t] = d_exponent.sum(-2)
     if d.beta is not None and chunks.beta is not None:
-        key = at(chunks.k, t)
+        key, d_erase = at(chunks.k, t), d_factor * decay(chunks, t, with_erase=False)
         d.beta[:, :, t] = -(d_erase * key.square()).sum(-1)
         add_at(d.k, t, d_erase * chunks.beta[:, :, t, :, None] * -2 * key)
 
