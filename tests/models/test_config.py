@@ -65,6 +65,7 @@ def test_the_page_has_every_field_and_every_argument_of_generate_in_its_tables()
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor must be a number in [0, 1]"),
         ({"output_norm_eps": 0}, "output_norm_eps must be a finite number above 0, got 0"),
         ({"post_norm": "atention"}, "did you mean 'attention'"),
+        ({"post_norm": "attention"}, "post_norm must be None or one of gated_deltanet, got 'att"),
         ({"deepnorm_alpha": 2.0, "post_norm": "attention"}, "post_norm and deepnorm_alpha exclude"),
         ({"n_groups": 2}, "n_groups=2 means nothing for any of layer_types gated_deltanet"),
         ({"layer_types": "kda+atention"}, "unknown layer 'kda+atention': did you mean"),

@@ -128,6 +128,9 @@ def check_used(config: Any) -> None:
         _check_experts(config)
     if config.mlp_size == 0 and parts & {"mlp", "channel_mix", "dense"}:
         raise ValueError("mlp_size must be above 0 for the MLPs of layer_types or mlp_layer_types")
+    if config.post_norm not in (None, *config.layer_types):
+        layers = ", ".join(dict.fromkeys(config.layer_types))
+        raise ValueError(f"post_norm must be None or one of {layers}, got {config.post_norm!r}")
     for name in unused(config.__class__, options):
         raise ValueError(
             f"{name}={options[name]!r} means nothing for any of layer_types "

@@ -163,7 +163,10 @@ OLMO = (
     integer("linear_value_head_dim", "head_v_dim", lambda found: 2 * found["head_k_dim"]),
     options.negative("linear_allow_neg_eigval", True),
     # The output norm of a linear layer has its own eps, whatever rms_norm_eps is.
-    fixed({"attention_qk_norm": "all", "output_norm_eps": 1e-5, "post_norm": "attention"}),
+    fixed({"attention_qk_norm": "all", "output_norm_eps": 1e-5}),
+    options.where(
+        lambda found: "attention" in found["layer_types"], (fixed({"post_norm": "attention"}),)
+    ),
 )  # fmt: skip
 RECURRENT = {
     **same(*(f"{letter}_proj" for letter in "qkvbago"), "A_log", "dt_bias", "o_norm"),

@@ -139,7 +139,5 @@ def resolved(config: ModelConfig, blocks: nn.ModuleList) -> ModelConfig:
         name: values.pop() if len(values) == 1 else None for name, values in seen.items()
     }
     taken |= {name: value for name, value in _UNUSED.items() if taken[name] is None}
-    if config.post_norm not in config.layer_types:
-        taken["post_norm"] = None
     taken |= {"mlp_size": mlp_size(config), "mlp_layer_types": mlp_kinds(config)}
     return dataclasses.replace(config, **taken)
