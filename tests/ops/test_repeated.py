@@ -122,7 +122,7 @@ class Recorded:
     """As a recording; None is what one says that leaves the launch to Triton."""
 
     def __init__(self, *outputs: torch.Tensor) -> None:
-        self.outputs, self.calls = outputs or None, 0
+        self.outputs, self.calls, self.backward = outputs or None, 0, {}
 
     def repeated(self, key):
         self.calls += 1

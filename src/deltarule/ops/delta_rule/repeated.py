@@ -6,7 +6,8 @@ forward of a plain autograd function.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,14 +21,8 @@ from deltarule.shapes import RecurrentOutput
 
 # What runs the Triton kernels.
 IMPLS = ("auto", "triton")
-
-
-@cache
-def kernels() -> Any:
-    """Triton is an extra, imported where it runs."""
-    from deltarule.ops.delta_rule.triton import passes
-
-    return passes
+# Triton is an extra, imported where it runs.
+kernels = cache(partial(import_module, "deltarule.ops.delta_rule.triton.passes"))
 
 
 class Repeated(torch.autograd.Function):
@@ -41,7 +36,7 @@ class Repeated(torch.autograd.Function):
             outputs = recurrence.run_forward((*given, *ctx.numbers))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(outputs[2], *given)
-        ctx.key, ctx.addresses = key.key, [outputs[2].data_ptr(), *key.addresses]
+        ctx.known, ctx.addresses = recording, [outputs[2].data_ptr(), *key.addresses]
         ctx.lends = not torch.cuda.is_current_stream_capturing()
         return outputs[0], outputs[1]
 
@@ -63,19 +58,19 @@ apply = direct(Repeated)
 
 
 def launches_back(ctx: Any, kept: Sequence[Tensor], d_o: Tensor) -> tuple[Any, CallKey] | None:
-    """The launches of a backward, and their key: short if all lies where the forward had it."""
+    """The launches of a backward, and their key: with those of the forward if all lies as there."""
     saved, *given = kept
     tensors = [saved, *[x for x in given if x is not None]]
     addresses = [x.data_ptr() for x in tensors]
     spent = is_spent(ctx)
-    short = ctx.key, spent, d_o.dtype, d_o.shape, d_o.stride()
+    kind = spent, d_o.dtype, d_o.shape, d_o.stride()
     as_it_was = addresses == ctx.addresses
-    if as_it_was and (known := recordings.get(short)) is not None:
+    if as_it_was and (known := ctx.known.backward.get(kind)) is not None:
         places = [*addresses[1:], d_o.data_ptr(), addresses[0]]
-        return known, CallKey(short, [*tensors[1:], d_o, saved], places)
+        return known, CallKey(kind, [*tensors[1:], d_o, saved], places)
     own = kernels().gradient_stages.recording(*given, *ctx.numbers[:4], d_o, None, saved, spent)
     if own is not None and as_it_was:
-        remember(recordings, short, own[0])
+        ctx.known.backward[kind] = own[0]
     return own
 
 

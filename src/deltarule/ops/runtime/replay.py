@@ -7,7 +7,7 @@ stream alone. They allocate what they return, and in one piece, the room, what e
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, reduce, update_wrapper
 from operator import or_
@@ -55,7 +55,8 @@ class Recording(NamedTuple):
     """What is made, how much of that is returned, launches and their kernels.
 
     `made` has a number with the shape of each tensor returned, or its part, and, last, of the room.
-    `ready` has launchers and their arguments by all addresses of a call, which tend to come again.
+    `ready` has launchers and their arguments by all addresses of a call, which tend to come again,
+    and `backward` what follows a forward, by kinds of the gradient.
     """
 
     made: list[Tensor | Part | None]
@@ -63,6 +64,7 @@ class Recording(NamedTuple):
     steps: list[Step]
     kernels: list[Any]
     ready: dict[tuple[int, ...], Calls]
+    backward: dict[Hashable, "Recording"]
 
     def repeated(self, call: CallKey) -> Outputs | None:
         """The outputs of one more call of the key; None where Triton has to launch it."""
@@ -157,7 +159,7 @@ class Tape(TorchDispatchMode):
             return None
         made += [number_of(torch.float32, device).expand(room // 4)] if room else []
         steps = [self.step(note, places, (first + len(made), 0)) for note in self.notes]
-        return Recording(made, len(outputs), steps, [note[0].kernel for note in self.notes], {})
+        return Recording(made, len(outputs), steps, [note[0].kernel for note in self.notes], {}, {})
 
     def step(self, note: Note, places: dict[int, Place], stream: Place) -> Step:
         """A launch whose arguments are found by their places."""
