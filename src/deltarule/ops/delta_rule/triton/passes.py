@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import channel_stages, plan, windows
-from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Layout, Plan, Shapes, gradients_of
+from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Layout, Shapes, gradients_of
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.scores import head_scores, score_shapes
 from deltarule.ops.delta_rule.triton.segments import first_states, last_gradients
@@ -96,11 +96,12 @@ def backward_stages(
     inputs: Inputs, d_o: Tensor, d_final: Tensor | None, saved: Tensor, spent: bool = False
 ) -> Outputs:
     """Gradients by the tensors that were given; what was not saved is computed again."""
-    call, again = call_back(inputs, plan.make_plan(inputs)), not saved.numel()
+    call, again = call_of(inputs := in_pieces(inputs), True), not saved.numel()
     if again and (fused := fused_stage(inputs)) is not None:
-        saved = fused.kept_again(call_of(call.inputs, True), saved)
-    if saved.numel():
-        call = call_of(call.inputs, True)
+        saved = fused.kept_again(call, saved)
+        if not saved.numel():
+            # Windows have kernels of their own, for value heads as they were given.
+            call = Call(inputs, plan.make_plan(inputs))
     call.values["spent"] = spent and not again and call["lends"]
     return gradients(call, begin_back(call, d_o, d_final, saved))
 
@@ -108,12 +109,12 @@ def backward_stages(
 gradient_stages = Recorded(backward_stages, compiled_first(backward_stages))
 
 
-def call_back(inputs: Inputs, planned: Plan) -> Call:
-    """The call of a backward, every tensor in one piece."""
+def in_pieces(inputs: Inputs) -> Inputs:
+    """What a backward is given, every tensor in one piece."""
     fast = inputs.by_channel and channel_stages.has_fast_form(inputs)
     if fast and inputs.log_decay is not None:
-        inputs = inputs._replace(log_decay=piece(inputs.log_decay))
-    return Call(inputs, planned)
+        return inputs._replace(log_decay=piece(inputs.log_decay))
+    return inputs
 
 
 def begin_back(

@@ -133,7 +133,7 @@ def backward(
 ) -> Callable[[], tuple[Tensor | None, ...]]:
     """Gradients by the eight tensors from q to initial_state, in two halves."""
     inputs = passes.contiguous(inputs)
-    call, joint = passes.call_back(inputs, split(inputs)), Joint(join, inputs.initial_state)
+    call, joint = Call(passes.in_pieces(inputs), split(inputs)), Joint(join, inputs.initial_state)
     return backward_stages(call, passes.piece(d_o), passes.piece(d_final), saved, joint)
 
 
@@ -151,7 +151,7 @@ def all_kernels(inputs: Inputs, save: bool) -> None:
     o, final, kept = forward_stages(inputs, save, Joint(None))()
     if save:
         like = torch.empty_like(o), torch.empty_like(final)
-        backward_stages(passes.call_back(inputs, split(inputs)), *like, kept, Joint(None))()
+        backward_stages(Call(passes.in_pieces(inputs), split(inputs)), *like, kept, Joint(None))()
 
 
 compile_kernels = passes.compiled_first(all_kernels)
