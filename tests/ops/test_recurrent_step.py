@@ -15,6 +15,8 @@ from tolerance import assert_close, relative_rms
 
 promised("triton")
 
+from deltarule.ops.delta_rule.triton import step as triton_step
+
 KINDS = [(decay, *erase) for decay in DECAYS for erase in (("none", 1), ("tied", 3), ("free", 1))]
 FEW = [("none", "tied", 1), ("head", "tied", 2), ("channel", "tied", 1), ("channel", "free", 1)]
 # Channels of keys and values, on a CPU and on a GPU.
@@ -69,6 +71,17 @@ def test_steps_equal_the_operator(place, kind, sizes) -> None:
     parts = [step(case, place, state, first, last) for first, last in pairwise(bounds)]
     assert_close(torch.cat(parts, 1), expected.o, dtype=place.dtype)
     assert_close(state, expected.final_state, dtype=place.dtype)
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_tiles_of_more_rows_change_no_bits(place, kind, monkeypatch) -> None:
+    case, _ = drawn(place, kind, value_size=11, tokens=3)
+    states = []
+    for held in (2**30, 0):
+        monkeypatch.setattr(triton_step, "HELD", held)
+        state = case.tensors["initial_state"].clone()
+        states.append((step(case, place, state), state))
+    assert all(map(torch.equal, *states))
 
 
 @pytest.mark.parametrize("null_index", [1, -1])

@@ -25,12 +25,14 @@ from deltarule.ops.delta_rule.gate_logits import Step
 from deltarule.ops.delta_rule.triton.tiles import EPSILON
 from deltarule.ops.fused.gates_triton import softplus
 from deltarule.ops.runtime.chained import begin, chained, read_early, wait_for_last
-from deltarule.ops.runtime.launch import Launch
+from deltarule.ops.runtime.launch import Launch, multiprocessors
 from deltarule.ops.runtime.places import place_of
 from deltarule.ops.runtime.sizes import power_of_2
 
-# Rows of the state in a program of one warp, whose loads all come before its first sum.
-ROWS = 4
+# Rows of the state in a program of one warp, whose loads all come before its first sum. With more
+# than HELD programs a multiprocessor, 8 rows of float32 keep more bytes on their way at once, if a
+# token writes once.
+FEW, MANY, HELD = 4, 8, 64
 
 
 @triton.jit
@@ -198,10 +200,13 @@ def recurrent_step(step: Step) -> Tensor:
     sizes = *inputs.q.shape[2:], value_heads, value_size, inputs.n_steps
     rule = inputs.decay, inputs.erase, inputs.normalize_qk, form, maps.beta_max is not None
     places = indices is not None, states is not None, slots, below
-    values = *sizes, *rule, *places, ROWS
+    programs = -(-value_size // FEW) * value_heads * batch
+    single = inputs.n_steps == 1 and state.dtype.itemsize == 4
+    many = single and programs > HELD * multiprocessors(state.device)
+    values = *sizes, *rule, *places, (rows := MANY if many else FEW)
     early = indices is None and cu_seqlens is None and read_early(state)
     kernel = step_launch(inputs.q.device, values, tuple({**chained(), "EARLY": early}.items()))
-    grid = -(-value_size // ROWS) * value_heads * batch, 1, 1
+    grid = -(-value_size // rows) * value_heads * batch, 1, 1
     tensors = *streams, A_log, dt_bias, state, indices, states, o, cu_seqlens, accepted
     numbers = inputs.scale, beta_max, lower_bound, null_index, tokens
     strides = chain.from_iterable((0, 0, 0) if x is None else x.stride()[:3] for x in streams)
