@@ -28,6 +28,7 @@ class Mode(TorchDispatchMode):
 def on_gpu(monkeypatch):
     """Tensors of the CPU taken for those of a GPU, where something was recorded."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(module, "recordings", dict.fromkeys(["another"]))
 
 
