@@ -13,6 +13,7 @@ import operator
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -121,10 +122,12 @@ class Pointer:
 class Descriptor:
     """A matrix of which the copy engine moves tiles: whole ones, or with two more axes first rows.
 
-    Of columns, and of channels of heads, it moves those that are there.
+    Of columns, and of channels of heads, it moves those that are there; of rows, too, where a
+    kernel means it to.
     """
 
-    def __init__(self, x: Tensor, width: Any, tile: list[int]) -> None:
+    def __init__(self, x: Tensor, width: Any, tile: list[int], cut: bool = False) -> None:
+        self.cut = cut
         axes = [width] if isinstance(width, int) else [*width]
         self.matrix, self.block_shape, self.dtype = x.view(-1, *axes), tile, x.dtype
         self.tile, self.layout = tile[-1 - len(axes) :], None
@@ -141,7 +144,8 @@ class Descriptor:
             assert 0 <= rows <= height, "more rows than a tile has"
             # Of no rows it does not matter which.
             row, height = end - rows if rows else 0, rows
-        assert row + height <= self.matrix.shape[0], "rows outside"
+        rows = self.matrix.shape[0]
+        assert row + height <= rows or (self.cut and row < rows), "rows outside"
         found = self.matrix[row : row + height]
         for axis, (column, width) in enumerate(zip(columns, widths, strict=True), 1):
             size = found.shape[axis]
@@ -661,25 +665,33 @@ def interpreted(kernel: Any, machine: Machine, known: dict[Any, Any] | None = No
     return function
 
 
-def interpret_launches(monkeypatch: pytest.MonkeyPatch, seed: Callable[[], int]) -> None:
-    """Launches of fused kernels go through the interpreter, in an order drawn from the seed."""
+def interpret_launches(
+    monkeypatch: pytest.MonkeyPatch, seed: Callable[[], int], roles: bool = True
+) -> None:
+    """Launches of fused kernels go through the interpreter, in an order drawn from the seed.
+
+    roles: Kernels share out roles; else each program is one, which waits for copies alone, and
+        whose tiles may end below the last row.
+    """
 
     def call(self: Any, grid: tuple[int, ...], *arguments: Any) -> None:
         named = dict(zip(self.kernel.arg_names, arguments, strict=False))
         for place, width, tile in self.tiles:
             name = self.kernel.arg_names[place]
-            named[name] = Descriptor(named[name], width, tile)
+            named[name] = Descriptor(named[name], width, tile, not roles)
         known = {name: x for name, x in self.constants.items() if name in self.kernel.arg_names}
-        run(self.kernel, grid[0], named | known, seed())
+        run(self.kernel, grid[0], named | known, seed(), roles)
 
     monkeypatch.setattr(FusedLaunch, "__call__", call)
 
 
 def run(
-    kernel: gluon._runtime.GluonJITFunction, programs: int, arguments: dict[str, Any], seed: int
-) -> None:
+    kernel: gluon._runtime.GluonJITFunction, programs: int, arguments: dict[str, Any], seed: int,
+    roles: bool = True,
+) -> None:  # fmt: skip
     """Launch a kernel: one program after the other, tensors and descriptors as they are given."""
     for program in range(programs):
         machine = Machine(program, seed + program, programs)
         given = {name: Pointer(x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
-        interpreted(kernel, machine)(**given)
+        whole = partial(interpreted(kernel, machine), **given)
+        whole() if roles else machine.specialize([(whole, ())])

@@ -3,17 +3,15 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from ahead import Launch, main, recording
 from torch import Tensor
 
 from deltarule.nn.mlp import GatedProducts
-from deltarule.ops.fused import few_rows_triton
 from deltarule.ops.fused.convolution_step_triton import Stream, Within, convolution_step
 from deltarule.ops.fused.cross_entropy import cross_entropy
-from deltarule.ops.fused.few_rows_triton import few_rows
+from deltarule.ops.fused.few_rows_gluon import few_rows
 from deltarule.ops.fused.gates import log_decay, write_strength
 from deltarule.ops.fused.likeliest_triton import likeliest
 from deltarule.ops.fused.norms import GatedNorm, gated_norm, residual_norm
@@ -178,11 +176,6 @@ def halves(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=BF16)
 
 
-def by_ring(*given: Any) -> Tensor:
-    with patch.object(few_rows_triton, "takes_ring", return_value=True):
-        return few_rows(*given)
-
-
 CHANNELS, TAPS, OFFSETS = halves(2, 4096, 2048), torch.empty(2048, 4), torch.tensor([0, 4096])
 ROW, ONE_ROW, VOCAB = halves(5472), halves(2048, 5472), halves(64, 50_000)
 HEADS, GATES = halves(1, 256, 16, 128), halves(1, 4096, 16, 128)
@@ -227,7 +220,6 @@ FEW_ROWS = {
     "few rows, convolved": (halves(32, 2048), halves(9248, 2048), False, WITHIN),
 }
 FUSED |= {name: (0, few_rows, *of) for name, of in FEW_ROWS.items()}
-FUSED |= {f"{name}, ring": (0, by_ring, *of) for name, of in FEW_ROWS.items()}
 CALLS |= {f"fused, {name}": partial(differentiated, *of) for name, of in FUSED.items()}
 
 
@@ -242,7 +234,7 @@ if __name__ == "__main__":
         calls=lambda capability: (
             (name, partial(launches, x))
             for name, x in CALLS.items()
-            # Only Hopper has what the kernels with a ring of tiles are written in.
-            if not name.endswith("ring") or capability == 90
+            # Only Hopper has what these are written in.
+            if "few rows" not in name or capability == 90
         )
     )

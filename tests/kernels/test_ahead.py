@@ -197,7 +197,7 @@ def test_operators_on_every_gpu(target) -> None:
 )
 def test_neighbours_spill_nothing(targets) -> None:
     reports = compiled("compile_operators.py", "--calls", "fused", "--targets", *targets)
-    assert len({report["kernel"] for report in reports}) == 20
+    assert len({report["kernel"] for report in reports} - {"few_rows_kernel"}) == 19
     for report in reports:
         assert report["spills"] == 0, report
         # Products of a few rows are for Hopper alone, where they fill a processor.

@@ -36,7 +36,7 @@ def gated_product(x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def several(x: Tensor, weight: Tensor, gated: bool = False, within: Any = None) -> Tensor:
-    from deltarule.ops.fused.few_rows_triton import few_rows
+    from deltarule.ops.fused.few_rows_gluon import few_rows
 
     return few_rows(x.view(-1, x.shape[-1]), weight, gated, within).view(*x.shape[:-1], -1)
 
@@ -44,7 +44,7 @@ def several(x: Tensor, weight: Tensor, gated: bool = False, within: Any = None) 
 def kernel_rows(x: Tensor, *weights: Tensor) -> int:
     """Rows of x [..., I] that a kernel multiplies with the weights, or 0.
 
-    One row takes any GPU as long as its weights do; for more, Hopper's tensor cores were measured.
+    One row takes any GPU as long as its weights do. More are multiplied by cuBLAS but on Hopper.
     """
     size = x.shape[-1]
     if not x.is_cuda or not 0 < x.numel() <= MOST_ROWS * size or torch.is_grad_enabled():
@@ -54,6 +54,8 @@ def kernel_rows(x: Tensor, *weights: Tensor) -> int:
         return 0
     rows = x.numel() // size
     if rows > 1 and (x.dtype.itemsize != 2 or size % 8 or not is_hopper(x.device)):
+        return 0
+    if rows > 1 and any(tensor.data_ptr() % 16 for tensor in (x, *weights)):
         return 0
     return rows if why_not_fused(x) is None and are_plain_eager((x, *weights)) else 0
 

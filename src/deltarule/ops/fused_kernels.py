@@ -34,6 +34,7 @@ def kernel_runs(x: Tensor, why_not: str | None) -> bool:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
+    """Whether a GPU has the products and the copy engine of capability 9, which no other has."""
     return torch.cuda.get_device_capability(device)[0] == 9
 
 

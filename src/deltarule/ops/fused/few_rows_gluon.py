@@ -1,12 +1,20 @@
-"""Products of a few rows on Hopper, whose copy engine brings W and x through a ring of tiles.
+"""Products of a few rows on Hopper, which take as long as it takes to read the matrix.
 
     y = x W^T                           x [N, I], W [O, I]
     h = SiLU(x W_gate^T) * x W_up^T     W_gate and W_up end to end
 
-W fills the ring before a program waits for the kernel ahead of it, and x, which comes later, holds
-up no round: a tile of W and one of x are told to one barrier.
+The copy engine brings W and x through a ring of tiles. W fills the ring before a program waits for
+the kernel ahead of it, and x, which comes later, holds up no round: a tile of W and one of x are
+told to one barrier. Outputs are the long side of a product of tensor cores, rows the short one.
+
+Few outputs are shared out over SPLIT programs by channels: the last of them to be done adds the
+parts up in their order, so that a row has the same bits each time and in every company.
 """
 
+from typing import Any
+
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,9 +24,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deltarule.ops.fused.convolution_step_triton import convolve_within, seen_before
-from deltarule.ops.runtime.chained import let_next_start, wait_for_last
-from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
+from deltarule.ops.fused.convolution_step_triton import (
+    Within,
+    convolve_within,
+    seen_before,
+    values_of,
+)
+from deltarule.ops.runtime.chained import chained, counters, let_next_start, wait_for_last
+from deltarule.ops.runtime.gluon_tiles import (
+    FusedLaunch,
+    barrier,
+    end_barriers,
+    new_barrier,
+    square,
+)
+from deltarule.ops.runtime.named import launch
+from deltarule.ops.runtime.sizes import cdiv, power_of_2
+
+# Outputs of a program, channels of a tile, and tiles of the ring.
+OUTPUTS, CHANNELS, SLOTS = 64, 128, 4
+# Programs that a GPU should have, and that share the channels of some outputs at most.
+PROGRAMS, MOST_PARTS = 160, 8
 
 
 @gluon.jit
@@ -119,3 +145,30 @@ def few_rows_kernel(
         b_out = convolve_within(b_out, before, m, W, ACTIVATED)
     p_y = y + (o_n.to(gl.int64) * O + o_o)
     gl.store(p_y, b_out.to(x.dtype), mask=m)
+
+
+def few_rows(
+    x: Tensor, weight: Tensor, gated: bool = False, within: Within | None = None
+) -> Tensor:
+    """y [N, O] of x [N, I] and weight [O, I], both contiguous; gated: h [N, O / 2]."""
+    rows, inputs = x.shape
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    blocks = cdiv(weight.shape[0], OUTPUTS)
+    # None of the programs that share channels is without a tile.
+    split = max(1, min(MOST_PARTS, PROGRAMS // blocks, cdiv(inputs, CHANNELS)))
+    width = max(16, power_of_2(rows))
+    y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    parts = arrived = None
+    if split > 1:
+        parts = torch.empty(blocks * split * width * OUTPUTS, device=x.device)
+        arrived = counters(x.device)
+    values = {"x": x, "weight": weight, "y": y, "parts": parts, "arrived": arrived, "N": rows}
+    values |= {"O": outputs, "I": inputs, "BO": OUTPUTS, "BN": width, "BI": CHANNELS}
+    values |= {"SLOTS": SLOTS, "SPLIT": split, "GATED": gated, "num_warps": 4}
+    values |= {**values_of(within), **chained()}
+    tiles: dict[str, Any] = {"x": (inputs, [width, CHANNELS])}
+    tiles["weight"] = inputs, [OUTPUTS, CHANNELS]
+    if gated:
+        tiles["weight"] = (outputs, inputs), [2, OUTPUTS // 2, CHANNELS]
+    launch(few_rows_kernel, (blocks * split, 1, 1), values, tiles, FusedLaunch)
+    return y

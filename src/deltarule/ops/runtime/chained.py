@@ -1,4 +1,4 @@
-"""Kernels of a decoding step on a Hopper GPU, each of which starts before the one before it ends.
+"""Kernels of a decoding step from Hopper on, each of which starts before the one before it ends.
 
 A kernel that takes a few microseconds takes as long again to start and to end. In a chain, its
 programs start as the processors become free, read what no kernel of the chain writes, such as
