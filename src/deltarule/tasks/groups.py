@@ -11,7 +11,7 @@ DeltaProduct (arXiv 2502.10297), section 5.1.
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import Literal, get_args
 
 import numpy as np
@@ -76,10 +76,10 @@ def products(group: Group) -> Array:
 
 def running_products(group: Group, words: Array) -> Array:
     """The product of each row's elements so far, [rows, length] like the words."""
-    table, found = products(group), words.copy()
-    for place in range(1, words.shape[1]):
-        found[:, place] = table[found[:, place - 1], words[:, place]]
-    return found
+    order, table, found = len(products(group)), products(group).reshape(-1), words.T.copy()
+    for product, place in pairwise(found):
+        place[:] = table.take(product * order + place)
+    return found.T
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:

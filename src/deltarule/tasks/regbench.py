@@ -92,28 +92,37 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
 
 def speak(config: Config, rng: np.random.Generator, table: Array) -> Batch:
     """A row of words for each automaton; table [rows, states, letters] is one of `automata`."""
-    rows, shape = len(table), (len(table), config.most_words)
+    rows, width = len(table), config.length + 1
     words = rng.integers(config.fewest_words, config.most_words + 1, size=(rows, 1))
-    bars = (rng.integers(1, config.longest_word + 1, size=shape) + 1).cumsum(axis=1) - 1
-    is_bar, end = np.zeros((rows, config.length + 2), bool), np.take_along_axis(bars, words - 1, 1)
-    np.put_along_axis(is_bar, bars, True, axis=1)
-    is_bar, length = is_bar[:, :-1], int(end.max())
-    sequence = np.full(is_bar.shape, config.bar, dtype=np.int64)
-    legal = np.zeros(is_bar.shape, dtype=np.int64)
-    every, state = np.arange(rows), np.zeros(rows, dtype=np.int64)
-    bits = 2 ** np.arange(1, config.letters + 1)
-    for t in range(length):
-        allowed = table[every, state] >= 0
-        letter = (allowed * rng.random(allowed.shape)).argmax(axis=1)
-        goes = ~is_bar[:, t]
-        sequence[goes, t] = 1 + letter[goes]
-        legal[goes, t] = (allowed @ bits)[goes]
-        state = np.where(goes, table[every, state, letter], 0)
-    place = np.arange(is_bar.shape[1])
-    legal[place >= end] = 0
+    sizes = rng.integers(1, config.longest_word + 1, size=(rows, config.most_words))
+    bars = (sizes + 1).cumsum(axis=1) - 1
+    end = np.take_along_axis(bars, words - 1, 1)
+    # At each place the letter comes next whose number is the highest of those that are legal.
+    numbers = rng.random((int(end.max()), rows, config.letters))
+    sequence = np.full((rows, width), config.bar, dtype=np.int64)
+    legal = np.zeros_like(sequence)
+    # The states of all rows in one list: their letters, the first one again where there are fewer,
+    # and where each leads.
+    allowed, first = table >= 0, config.states * np.arange(rows)
+    letters = (~allowed).argsort(axis=2, kind="stable")[..., : config.edges]
+    letters = np.where(np.take_along_axis(allowed, letters, 2), letters, letters[..., :1])
+    leads = first[:, None, None] + np.take_along_axis(table, letters, 2)
+    letters = letters.reshape(-1, config.edges)
+    bits = (allowed @ 2 ** np.arange(1, config.letters + 1)).reshape(-1)
+    # All words at once, the longest of them first; each begins in state 0.
+    spoken = np.arange(config.most_words) < words
+    order = (-sizes[spoken]).argsort()
+    place, row = (bars - sizes)[spoken][order], np.nonzero(spoken)[0][order]
+    state = first[row]
+    for going in (sizes[spoken] > np.arange(config.longest_word)[:, None]).sum(axis=1):
+        place, row, state = place[:going], row[:going], state[:going]
+        drawn = ((place * rows + row) * config.letters)[:, None] + letters[state]
+        edge = state * config.edges + numbers.take(drawn).argmax(axis=1)
+        sequence[row, place], legal[row, place] = 1 + letters.take(edge), bits[state]
+        place, state = place + 1, leads.take(edge)
     labels = np.where(legal > 0, sequence, NO_LABEL)
     # The last letter of a row is a label and no token.
-    tokens = np.where(place < end - 1, sequence, PADDING)
+    tokens = np.where(np.arange(width) < end - 1, sequence, PADDING)
     return Batch(tokens[:, :-1], labels[:, 1:], legal[:, 1:])
 
 
@@ -141,43 +150,17 @@ def automata(config: Config, rng: np.random.Generator, rows: int) -> Array:
     return table
 
 
-def minimal(table: Array) -> Array:
-    """The smallest automaton with the same words, its states in the order of a breadth-first walk.
-
-    A table [states, letters] begins at state 0 and has -1 where a letter is not legal. Two automata
-    have the same words exactly if their minimal tables are equal.
-    """
-    # Moore's refinement: split classes whose members lead to different classes, until none does.
-    kind = np.zeros(len(table), dtype=np.int64)
-    classes = 1
-    while True:
-        leads = np.where(table >= 0, kind[table], -1)
-        # NumPy 2.0 alone gives the inverse two axes.
-        kind = np.unique(leads, axis=0, return_inverse=True)[1].reshape(-1)
-        if kind.max() + 1 == classes:
-            break
-        classes = kind.max() + 1
-    number, walk, rows = {kind[0]: 0}, [0], []
-    for state in walk:
-        for following in table[state][table[state] >= 0]:
-            if kind[following] not in number:
-                number[kind[following]] = len(walk)
-                walk.append(following)
-        rows.append([number[kind[s]] if s >= 0 else -1 for s in table[state]])
-    return np.array(rows)
-
-
 def measure(config: Config, batch: Batch, guesses: Array) -> dict[str, float]:
     """Shares of guesses: "accuracy", that are legal; "next_letter", that came; and as "uniform"
     the accuracy of guessing any letter, each as likely.
     """
     asked = batch.labels != NO_LABEL
     legal, given = batch.legal[asked], guesses[asked]
-    allowed = (legal[:, None] >> np.arange(1, config.letters + 1)) & 1
+    allowed = np.count_nonzero(np.unpackbits(legal.view(np.uint8)))
     return {
         "accuracy": float((legal >> given & 1).mean()),
         "next_letter": float((batch.labels[asked] == given).mean()),
-        "uniform": float(allowed.mean()),
+        "uniform": allowed / (legal.size * config.letters),
     }
 
 
@@ -188,6 +171,6 @@ def show(config: Config, rng: np.random.Generator) -> str:
     names = [".", *(chr(ord("a") + letter) for letter in range(config.letters)), " | "]
     states = [
         f"{state}: " + ", ".join(f"{names[x + 1]} to {row[x]}" for x in np.flatnonzero(row >= 0))
-        for state, row in enumerate(minimal(table[0]))
+        for state, row in enumerate(table[0, : table.max() + 1])
     ]
     return "\n".join([*states, "".join(names[token] for token in tokens)])
