@@ -54,11 +54,14 @@ def test_a_model_comes_back_bit_for_bit(dtype, make_model, random_tokens, tmp_pa
     assert not any(t.is_meta for t in [*again.parameters(), *again.buffers()])
 
 
-@pytest.mark.parametrize("layer_types", ["deltanet", "gated_deltanet", "kda"])
+@pytest.mark.parametrize(
+    ("layer_types", "feature_map"),
+    [("deltanet", None), ("deltanet", "elu"), ("gated_deltanet", None), ("kda", None)],
+)
 def test_a_model_is_loaded_and_continues_text_without_the_compiler(
-    layer_types, make_model, tmp_path
+    layer_types, feature_map, make_model, tmp_path
 ):
-    make_model(layer_types=layer_types).save(tmp_path)
+    make_model(layer_types=layer_types, feature_map=feature_map).save(tmp_path)
     code = f"""
 import sys
 from deltarule.models import CausalLM

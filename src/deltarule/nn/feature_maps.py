@@ -196,12 +196,16 @@ class QueryKeyMap(nn.Module):
         super().__init__()
         self.name = name
         self.features = self.map.size(channels)
-        kind, start = self.map.weight, self.map.start(channels).repeat(heads, 1, 1)
+        kind = self.map.weight
+
+        def start() -> Tensor:
+            return self.map.start(channels).repeat(heads, 1, 1)
+
         for stream in "qk":
             for suffix, needed in (("weight", "learned"), ("scale", "affine")):
-                value = nn.Parameter(start.clone()) if kind == needed else None
+                value = nn.Parameter(start()) if kind == needed else None
                 self.register_parameter(f"{stream}_{suffix}", value)
-        self.register_buffer("random", torch.randn(start.shape) if kind == "random" else None)
+        self.register_buffer("random", torch.randn(start().shape) if kind == "random" else None)
         # RFA learns how wide its Gaussian kernel is; the softmax kernel of Performer has one width.
         width = None if self.map.width is None else self.map.width(channels).repeat(heads, 1, 1)
         self.bandwidth = None if width is None else nn.Parameter(width)
