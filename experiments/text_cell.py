@@ -21,7 +21,7 @@ from deltarule.models.loss import next_token_loss
 from deltarule.nn import MIXERS
 from deltarule.nn.checks import check_least, check_multiple
 from deltarule.train.data import Array, Corpus, encode_documents
-from deltarule.train.device import to_device
+from deltarule.train.device import to_device, tokens_at_once
 from deltarule.train.documents import DataError, read_documents, split_documents
 from deltarule.train.evaluate import bin_edges
 from deltarule.train.loop import LoopOptions, Trainer
@@ -31,8 +31,6 @@ from experiments.pinned import read_pinned_text
 from experiments.seeds import first_evaluation
 from experiments.task_cell import Figures, Lessons, TrainedCell
 
-# Tokens in a forward pass of an evaluation, unless one row is longer.
-EVALUATED_TOKENS = 16_384
 # Tensor cores take matrices whose sides are multiples of this.
 MULTIPLE = 8
 SIZES = read_settings("text")
@@ -125,12 +123,12 @@ def measure(model: CausalLM, rows: Rows, *, dtype: str = "float32") -> dict[str,
     [first, last, bits per byte] of the bytes at those places of their rows, from 1.
     """
     device, length = model.embedding.weight.device, rows.tokens.shape[1]
-    step = max(1, EVALUATED_TOKENS // length)
+    step = max(1, tokens_at_once(device) // length)
     parts = []
     for tokens, targets in zip(rows.tokens.split(step), rows.targets.split(step), strict=True):
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
-            logits, _ = model(tokens.to(device))
-        nats = F.cross_entropy(logits.float().mT, targets.to(device), reduction="none")
+            logits, _ = model(to_device(tokens, device))
+        nats = F.cross_entropy(logits.float().mT, to_device(targets, device), reduction="none")
         parts.append(nats.cpu().double() / math.log(2))
     bits = torch.cat(parts)
     count, means = len(bits), bits.mean(1)

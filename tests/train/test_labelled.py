@@ -83,10 +83,11 @@ def test_rows_drawn_in_chunks_keep_what_a_task_adds_to_them():
         x = rng.integers(100, size=(rows, 4))
         return Legal(x, x, x[:, :2])
 
-    task = SimpleNamespace(generate=generate)
+    task = type("Task", (), {"generate": staticmethod(generate)})
     rows = draw_rows(task, None, seed=0, stream=EVALUATION, rows=CHUNK + 5)
     assert rows.legal.shape == (CHUNK + 5, 2)
     assert len({tuple(row) for row in rows.tokens}) > CHUNK
+    draw_rows.cache_clear()
     assert same(rows, draw_rows(task, None, seed=0, stream=EVALUATION, rows=CHUNK + 5))
     assert not same(rows, draw_rows(task, None, seed=1, stream=EVALUATION, rows=CHUNK + 5))
 

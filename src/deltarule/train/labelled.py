@@ -6,6 +6,7 @@ Rows are new ones at every step, or a fixed set in a new order every epoch.
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -16,17 +17,15 @@ from torch import Tensor
 from deltarule.models import CausalLM, next_token_loss
 from deltarule.nn.checks import check_least, check_multiple
 from deltarule.tasks.batch import NO_LABEL, Array, Batch
-from deltarule.train.device import to_device
+from deltarule.train.device import to_device, tokens_at_once
 
 # Streams of random numbers count from 0 in training; these keep other rows apart from those, and
 # those of the last evaluation apart from those that decide when training ends.
 EVALUATION, EXAMPLES, ORDER, TEST = 2**40, 2**41, 2**42, 2**43
 # Rows drawn at a time: a generator may need far more memory than its rows do.
 CHUNK = 256
-# Batches drawn ahead of the one in use.
-AHEAD = 4
-# Tokens that a model reads at a time when it is measured, and columns that are read together.
-READ, BLOCK = 2**15, 64
+# Batches drawn ahead of the one in use, and columns that are read together.
+AHEAD, BLOCK = 4, 64
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,10 @@ class Rows:
             raise ValueError("examples must be None with a curriculum: its rows change as it goes")
 
 
+# Cells of an experiment follow each other in a process, and share most of these.
+@lru_cache(8)
 def draw_rows(task: ModuleType, config: Any, *, seed: int, stream: int, rows: int) -> Batch:
-    """Rows of a task, a function of the arguments alone.
+    """Rows of a task, a function of the arguments alone, for reading only.
 
     `stream` says which random numbers, 0 or more; `rows` streams from there on are used up.
     """
@@ -146,7 +147,6 @@ class LabelledJob:
             source = Revisited(examples, count=self.rows, seed=seed)
         # The length of the next rows is not known ahead of the loss.
         self.source = DrawnAhead(source) if ahead and self.length is None else source
-        self.unseen: Batch | None = None
 
     def next(self) -> Batch:
         """The next rows, a function of the seed and of how many were drawn before."""
@@ -185,13 +185,9 @@ class LabelledJob:
 
     def evaluate(self, model: CausalLM) -> dict[str, float]:
         """Accuracy on rows that training never sees, the same ones every time."""
-        if self.unseen is None:
-            self.unseen = draw_rows(
-                self.task, self.watched.config, seed=self.seed, stream=EVALUATION,
-                rows=self.watched.count,
-            )  # fmt: skip
-        figures = measure(model, self.task, self.watched.config, self.unseen)
-        return {"validation_accuracy": figures["accuracy"]}
+        config, count = self.watched.config, self.watched.count
+        unseen = draw_rows(self.task, config, seed=self.seed, stream=EVALUATION, rows=count)
+        return {"validation_accuracy": measure(model, self.task, config, unseen)["accuracy"]}
 
     def position(self) -> dict[str, int]:
         self.grow()
@@ -229,11 +225,11 @@ def read_of(batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
 
 def guesses_of(model: CausalLM, batch: Batch) -> Array:
     """The likeliest token at each labelled position, NO_LABEL elsewhere."""
-    guesses = np.full(batch.labels.shape, NO_LABEL, np.int64)
-    rows = max(1, READ // batch.tokens.shape[1])
+    guesses, device = np.full(batch.labels.shape, NO_LABEL, np.int64), model.embedding.weight.device
+    rows = max(1, tokens_at_once(device) // batch.tokens.shape[1])
     for first in range(0, len(guesses), rows):
         part = Batch(batch.tokens[first : first + rows], batch.labels[first : first + rows])
-        read, places, _ = read_of(part, model.embedding.weight.device)
+        read, places, _ = read_of(part, device)
         logits = logits_at(model, read, places)
         guesses[first : first + rows][part.labels != NO_LABEL] = logits.argmax(-1).cpu().numpy()
     return guesses
