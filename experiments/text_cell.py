@@ -71,8 +71,6 @@ class TextRows:
     Those of a step come in `accumulate` parts.
     """
 
-    static = True
-
     def __init__(
         self, rows: int, length: int, training: Corpus, watched: Rows, loop: LoopOptions
     ) -> None:

@@ -58,6 +58,21 @@ def test_a_crashed_cell_goes_on_to_the_same_figures(tmp_path, monkeypatch, chang
     assert again == resumed
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "changes", [{"examples": 100}, {"curriculum": Curriculum(8, 12, 100.0)}],
+    ids=["examples", "curriculum"],
+)  # fmt: skip
+def test_steps_as_graphs_have_the_figures_of_eager_ones(tmp_path, changes):
+    cell = replace(CELL, **changes, loop=LoopOptions(steps=40, evaluate_every=10))
+    eager = replace(cell, loop=replace(cell.loop, cuda_graphs=False))
+    found = [
+        one.run(tmp_path / str(one.loop.cuda_graphs), torch.device("cuda")) for one in (cell, eager)
+    ]
+    graphs, plain = ({k: v for k, v in one.items() if k != "training_seconds"} for one in found)
+    assert graphs == plain
+
+
 def test_training_ends_once_it_is_good_enough(tmp_path):
     figures = replace(CELL, stop_at=0.0).run(tmp_path, CPU)
     assert (figures["steps"], figures["stopped_early"]) == (4, True)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from deltarule.tasks import mqar
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.tasks import groups, mqar
 from deltarule.tasks.batch import NO_LABEL, Batch
 from deltarule.train.labelled import (
     CHUNK,
@@ -15,15 +16,20 @@ from deltarule.train.labelled import (
     Curriculum,
     DrawnAhead,
     LabelledJob,
-    Revisited,
     Rows,
     draw_rows,
     guesses_of,
     measure,
     read_of,
 )
+from tolerance import assert_close
 
 TASK = mqar.Config(length=8, pairs=2, vocab_size=8)
+
+
+def plain_rows(length, stream):
+    config = mqar.Config(length=length, pairs=2, vocab_size=8)
+    return torch.from_numpy(mqar.generate(config, np.random.default_rng((3, stream)), 8).tokens)
 
 
 def make_job(**options):
@@ -69,8 +75,27 @@ def test_scores_count_labels_rows_and_prefixes():
 def test_columns_after_the_last_label_are_read_to_the_end_of_a_block():
     labels = np.full((1, 200), NO_LABEL)
     labels[0, 70] = 1
-    read, places, answers = read_of(Batch(labels, labels), torch.device("cpu"))
+    read, places, answers = read_of(Batch(labels, labels))
     assert (read.shape, places.tolist(), answers.tolist()) == ((1, 128), [70], [1])
+
+
+@pytest.mark.parametrize(
+    ("length", "shape", "places"),
+    [(2, (3, 4), 8), (20, (3, 32), 64), (63, (3, 64), 192), (64, (3, 101), 256)],
+)
+def test_rows_filled_up_to_few_shapes_teach_what_they_hold(length, shape, places):
+    batch = groups.generate(groups.Config("S_3", length), np.random.default_rng(0), rows=3)
+    config = ModelConfig(
+        vocab_size=7, hidden_size=16, num_layers=1, num_heads=2, layer_types="gated_deltanet"
+    )
+    model, found = CausalLM(config).double(), []
+    weights = list(model.parameters())
+    for read in (read_of(batch), read_of(batch, 100 - length)):
+        loss, right = make_job().loss(model, *read)
+        gradients = torch.autograd.grad(loss, weights)
+        found.append(torch.cat([loss.reshape(1), right.reshape(1), *map(torch.flatten, gradients)]))
+    assert_close(found[1], found[0], gradient=True)
+    assert (read[0].shape, len(read[1]), len(set(read[1].tolist()))) == (shape, places, places)
 
 
 def test_rows_drawn_in_chunks_keep_what_a_task_adds_to_them():
@@ -93,14 +118,14 @@ def test_rows_drawn_in_chunks_keep_what_a_task_adds_to_them():
 
 
 def test_a_fixed_set_is_seen_once_an_epoch_in_another_order():
-    rows = np.arange(10)[:, None]
-    draw = Revisited(Batch(rows, rows), count=3, seed=0)
-    epochs = [np.concatenate([draw(3 * e + i).tokens for i in (1, 2, 3)]).ravel() for e in range(3)]
+    job = make_job(examples=25)
+    job.examples = Batch(*[np.arange(25)[:, None]] * 2)
+    epochs = [[job.draw(3 * e + i, None)[0] for i in (1, 2, 3)] for e in range(3)]
     for epoch in epochs:
-        assert len(set(epoch.tolist())) == 9
-    assert (epochs[0] != epochs[1]).any()
+        assert len(set(torch.cat(epoch).flatten().tolist())) == 24
+    assert (torch.cat(epochs[0]) != torch.cat(epochs[1])).any()
     # Going back is no problem: the order is a function of the epoch.
-    assert (draw(1).tokens.ravel() == epochs[0][:3]).all()
+    assert (job.draw(1, None)[0] == epochs[0][0]).all()
 
 
 @pytest.mark.parametrize("options", [{}, {"examples": 20}], ids=["new", "examples"])
@@ -112,27 +137,65 @@ def test_drawing_ahead_changes_no_row(options):
     assert same(ahead.next(), batches[2][0])
     # Errors are passed on.
     with pytest.raises(ZeroDivisionError):
-        DrawnAhead(lambda index: index / 0)(5)
+        DrawnAhead(lambda index, length: index / 0)(5, None)
 
 
 def test_a_curriculum_grows_by_one_for_each_loss_below_the_threshold():
-    job = make_job(curriculum=Curriculum(8, 12, 0.5))
+    jobs = [make_job(curriculum=Curriculum(8, 12, 0.5), ahead=ahead) for ahead in (False, True)]
     lengths = []
     for loss in (1.0, 0.4, 0.6, 0.1, 0.1):
-        lengths.append(job.next().tokens.shape[1])
-        job.last_loss = torch.tensor(loss)
+        (tokens, _, answers), (filled, _, given) = (job.next() for job in jobs)
+        lengths.append(jobs[0].length)
+        # The same rows, filled up to a power of two or to the last length.
+        assert filled.shape[1] in (8, 12)
+        assert (filled[:, : tokens.shape[1]] == tokens).all()
+        assert (given[given != NO_LABEL] == answers).all()
+        for job in jobs:
+            job.last_loss.fill_(loss)
     assert lengths == [8, 8, 9, 9, 10]
-    assert job.position() == {"drawn": 5, "length": 11}
-    assert job.position() == {"drawn": 5, "length": 11}
-    job.seek({"drawn": 1, "length": 9})
-    assert job.next().tokens.shape == (8, 9)
+    for job in jobs:
+        assert job.position() == {"drawn": 5, "length": 11}
+        assert job.position() == {"drawn": 5, "length": 11}
+        job.last_loss.fill_(0.1)
+        assert job.position() == {"drawn": 5, "length": 12}
+        job.last_loss.fill_(0.1)
+        assert job.position() == {"drawn": 5, "length": 12}
+        job.seek({"drawn": 1, "length": 9})
+        assert (job.next()[0][:, :8] == plain_rows(9, 2)[:, :8]).all()
 
 
 def test_parts_of_a_step_are_different_rows():
     job = make_job(accumulate=2)
     first, second = job.next(), job.next()
-    assert first.tokens.shape == (4, 8)
+    assert first[0].shape == (4, 8)
     assert not same(first, second)
     assert job.batch_tokens == 64
     with pytest.raises(ValueError, match="multiple of accumulate=3, got 8"):
         make_job(accumulate=3)
+
+
+def test_rows_of_evaluation_are_never_rows_of_training_and_the_loss_is_at_the_queries():
+    job = make_job(curriculum=Curriculum(8, 9, 0.5))
+    first = tokens, places, answers = job.next()
+    assert not (tokens == job.draw(EVALUATION, 8)[0]).all()
+    assert not (tokens == job.next()[0]).all()
+    job.seek({"drawn": 0, "length": 8})
+    assert (job.next()[0] == tokens).all()
+
+    class Oracle:
+        embedding = torch.nn.Embedding(8, 1)
+
+        def hidden(self, given):
+            says = torch.zeros(given.numel(), 8)
+            says[places, answers] = 50.0
+            return says.reshape(*given.shape, 8), None
+
+        def logits(self, x):
+            assert x.shape == (8 * 2, 8)
+            return x
+
+    loss, accuracy = job.loss(Oracle(), *job.tensors(first, torch.device("cpu")))
+    assert loss.item() < 1e-6
+    assert accuracy.item() == 1.0
+    # What was learned makes the next rows longer.
+    assert job.position() == {"drawn": 1, "length": 9}

@@ -11,7 +11,7 @@ from torch import nn
 from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss
 from deltarule.nn.linears import adjoin
 from deltarule.train.optimizer import OptimizerOptions, make_optimizer
-from deltarule.train.step import WARM_UP, Captured, TrainingStep, set_rate
+from deltarule.train.step import MOST, WARM_UP, Captured, TrainingStep, set_rate
 
 CLIP = 0.5
 
@@ -100,29 +100,55 @@ def test_a_step_that_is_not_finite_changes_nothing():
         TrainingStep(torch.sum, optimizer)
 
 
-def test_frozen_weights_that_were_laid_elsewhere_need_another_graph(monkeypatch):
+@pytest.fixture
+def captures(monkeypatch):
+    """Parts of each capture of a step that has no GPU; a replay does nothing."""
+    found = []
+
+    def capture(self, parts):
+        found.append(parts)
+        graph = SimpleNamespace(replay=lambda: None)
+        return Captured(graph, [[x.clone() for x in part] for part in parts], torch.zeros(2))
+
+    monkeypatch.setattr(TrainingStep, "aside", TrainingStep.eager)
+    monkeypatch.setattr(TrainingStep, "capture", capture)
+    return found
+
+
+def test_frozen_weights_that_were_laid_elsewhere_need_another_graph(captures):
     frozen = [nn.Linear(4, 4, bias=False).requires_grad_(False) for _ in range(2)]
-    weight, known = nn.Parameter(torch.ones(4)), []
+    weight = nn.Parameter(torch.ones(4))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return sum(module(weight * x).sum() for module in frozen)
 
-    def capture(parts):
-        known.append([module.weight.data_ptr() for module in frozen])
-        graph = SimpleNamespace(replay=lambda: None)
-        return Captured(graph, [[x.clone() for x in part] for part in parts], torch.zeros(2))
-
     step = TrainingStep(loss, torch.optim.AdamW([weight], fused=True))
-    monkeypatch.setattr(step, "graphs", True)
-    monkeypatch.setattr(step, "aside", step.eager)
-    monkeypatch.setattr(step, "capture", capture)
-    for _ in range(2):
+    step.graphs = True
+    for count in (1, 2):
         for _ in range(WARM_UP + 2):
             step([torch.ones(4)])
+        assert len(captures) == count
         # As generation does, beside the training of an adapter.
         adjoin(frozen)
-    assert len(known) == 2
-    assert known[1] == [module.weight.data_ptr() for module in frozen]
+
+
+def test_steps_of_growing_lengths_leave_the_first_graphs_behind(captures):
+    weight = nn.Parameter(torch.ones(1))
+    step = TrainingStep(lambda x: (weight * x).sum(), torch.optim.AdamW([weight], fused=True))
+    step.graphs = True
+
+    def captured_after(steps: int, length: int) -> int:
+        for _ in range(steps):
+            step([torch.ones(length)])
+        return len(captures)
+
+    for length in range(1, MOST + 3):
+        assert captured_after(WARM_UP + 3, length) == length
+    assert len(step.captured) == MOST
+    # The newest are there still; the first, should they come again, are as new.
+    assert captured_after(1, MOST + 2) == captured_after(1, 3) == MOST + 2
+    assert captured_after(WARM_UP, 1) == MOST + 2
+    assert captured_after(1, 1) == MOST + 3
 
 
 def packed(index):

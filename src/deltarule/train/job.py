@@ -100,8 +100,6 @@ class Job(Protocol):
 
     batch_tokens: int
     """Tokens in the batch of one optimizer step."""
-    static: bool
-    """Whether the tensors of all batches are of few shapes, and `loss` reads nothing else."""
 
     def next(self) -> Any:
         """One of the `accumulate` parts of the next step's batch."""
@@ -110,7 +108,7 @@ class Job(Protocol):
         """What `loss` reads of a batch, on the device."""
 
     def loss(self, model: CausalLM, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss to minimise, and what to report: a tensor of the figures in `shown`'s order."""
+        """The loss to minimise, and the figures in `shown`'s order; it reads nothing else."""
 
     def shown(self, figures: list[float]) -> dict[str, float]:
         """Names for the figures that `loss` returned, averaged over the parts."""

@@ -26,6 +26,8 @@ EVALUATION, EXAMPLES, ORDER, TEST = 2**40, 2**41, 2**42, 2**43
 CHUNK = 256
 # Batches drawn ahead of the one in use, and columns that are read together.
 AHEAD, BLOCK = 4, 64
+# Rows [B, T], where in them answers are asked for, and the answers: int64 on the CPU.
+Read = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -82,42 +84,36 @@ def draw_rows(task: ModuleType, config: Any, *, seed: int, stream: int, rows: in
     return type(parts[0])(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-class Revisited:
-    """A fixed set of rows, all of them once an epoch, but for what does not fill a batch."""
-
-    def __init__(self, examples: Batch, *, count: int, seed: int) -> None:
-        self.examples, self.count, self.seed = examples, count, seed
-        self.batches = len(examples.tokens) // count
-        self.epoch, self.order = -1, np.zeros(0, np.int64)
-
-    def __call__(self, index: int) -> Batch:
-        epoch, place = divmod(index - 1, self.batches)
-        if epoch != self.epoch:
-            rng = np.random.default_rng((self.seed, ORDER + epoch))
-            self.epoch, self.order = epoch, rng.permutation(len(self.examples.tokens))
-        chosen = self.order[place * self.count : (place + 1) * self.count]
-        return type(self.examples)(*(part[chosen] for part in self.examples))
+@lru_cache(2)
+def order_of(rows: int, seed: int, epoch: int) -> Array:
+    return np.random.default_rng((seed, ORDER + epoch)).permutation(rows)
 
 
 class DrawnAhead:
-    """Draws the next batches in a thread while a GPU is at work on one."""
+    """Draws the next rows in a thread while a GPU is at work; other lengths are let go."""
 
-    def __init__(self, draw: Callable[[int], Batch]) -> None:
+    def __init__(self, draw: Callable[[int, int | None], Read]) -> None:
         self.draw, self.pool = draw, ThreadPoolExecutor(1)
-        self.waiting: dict[int, Future[Batch]] = {}
+        self.waiting: dict[tuple[int, int | None], Future[Read]] = {}
+        self.length: int | None = None
 
-    def __call__(self, index: int) -> Batch:
-        for i in range(index, index + AHEAD):
-            if i not in self.waiting:
-                self.waiting[i] = self.pool.submit(self.draw, i)
-        return self.waiting.pop(index).result()
+    def __call__(self, index: int, length: int | None) -> Read:
+        # Rows that have just grown may well grow again.
+        count, self.length = AHEAD if length == self.length else 1, length
+        wanted = [(i, length) for i in range(index, index + count)]
+        for other in self.waiting.keys() - set(wanted):
+            self.waiting.pop(other).cancel()
+        for new in [one for one in wanted if one not in self.waiting]:
+            self.waiting[new] = self.pool.submit(self.draw, *new)
+        return self.waiting.pop(wanted[0]).result()
 
 
 class LabelledJob:
     """Batches of a task for `Trainer`, with a short evaluation on rows that training never sees.
 
     The rows of a step come from `training`, in `accumulate` parts of equal size, those of the
-    evaluation from `watched`. With `ahead` a thread draws batches, which pays on a GPU.
+    evaluation from `watched`. With `ahead`, which pays on a GPU, a thread draws them and fills them
+    up to few shapes, which a CUDA graph needs.
     """
 
     batch_tokens = 0
@@ -133,52 +129,61 @@ class LabelledJob:
         ahead: bool = False,
     ) -> None:
         check_multiple("rows", training.count, "accumulate", accumulate)
-        # A curriculum reads the last loss, and changes the lengths.
-        self.static = training.curriculum is None
         self.task, self.training, self.watched, self.seed = task, training, watched, seed
         self.accumulate, self.rows = accumulate, training.count // accumulate
         self.drawn, self.last_loss = 0, torch.tensor(torch.inf)
         self.length = training.curriculum.start if training.curriculum else None
-        source: Callable[[int], Batch] = self.draw
-        if training.examples is not None:
-            examples = draw_rows(
-                task, training.config, seed=seed, stream=EXAMPLES, rows=training.examples
-            )
-            source = Revisited(examples, count=self.rows, seed=seed)
-        # The length of the next rows is not known ahead of the loss.
-        self.source = DrawnAhead(source) if ahead and self.length is None else source
+        self.examples: Batch | None = None
+        if (count := training.examples) is not None:
+            self.examples = draw_rows(task, training.config, seed=seed, stream=EXAMPLES, rows=count)
+        self.ahead = ahead
+        self.source = DrawnAhead(self.draw) if ahead else self.draw
 
-    def next(self) -> Batch:
+    def next(self) -> Read:
         """The next rows, a function of the seed and of how many were drawn before."""
         self.grow()
         self.drawn += 1
-        batch = self.source(self.drawn)
-        self.batch_tokens = batch.tokens.size * self.accumulate
-        return batch
+        rows = self.source(self.drawn, self.length)
+        self.batch_tokens = rows[0].numel() * self.accumulate
+        return rows
 
-    def draw(self, stream: int) -> Batch:
-        config = self.training.config
-        if self.length is not None:
-            config = replace(config, length=self.length)
-        return self.task.generate(config, np.random.default_rng((self.seed, stream)), self.rows)
+    def draw(self, index: int, length: int | None) -> Read:
+        config, steps, longer = self.training.config, self.training.curriculum, 0
+        if self.examples is not None:
+            # All of them once an epoch, but for what does not fill a batch.
+            count = len(self.examples.tokens)
+            epoch, place = divmod(index - 1, count // self.rows)
+            chosen = order_of(count, self.seed, epoch)[place * self.rows :][: self.rows]
+            batch = Batch(self.examples.tokens[chosen], self.examples.labels[chosen])
+        else:
+            if steps is not None and length is not None:
+                config, longer = replace(config, length=length), steps.end - length
+            rng = np.random.default_rng((self.seed, index))
+            batch = self.task.generate(config, rng, self.rows)
+        return read_of(batch, longer if self.ahead else None)
 
     def grow(self) -> None:
         """One token longer if the last rows were learned; a second call does nothing."""
         steps = self.training.curriculum
-        if steps is None or self.length is None or not self.last_loss.item() < steps.threshold:
+        if steps is None or self.length is None or self.length == steps.end:
             return
-        self.length = min(self.length + 1, steps.end)
-        self.last_loss = torch.tensor(torch.inf)
+        if self.last_loss.item() < steps.threshold:
+            self.length += 1
+            self.last_loss.fill_(torch.inf)
 
-    def tensors(self, batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
-        return read_of(batch, device)
+    def tensors(self, batch: Read, device: torch.device) -> tuple[Tensor, ...]:
+        self.last_loss = self.last_loss.to(device)
+        return tuple(to_device(x, device) for x in batch)
 
     def loss(self, model: CausalLM, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         read, places, answers = tensors
         guesses = logits_at(model, read, places)
         loss = next_token_loss(guesses, answers)
-        self.last_loss = loss.detach()
-        return loss, (guesses.detach().argmax(-1) == answers).float().mean()
+        if self.length is not None:
+            # In place: a graph knows where it is.
+            self.last_loss.copy_(loss.detach())
+        right = (guesses.detach().argmax(-1) == answers).sum()
+        return loss, right / (answers != NO_LABEL).sum()
 
     def shown(self, figures: list[float]) -> dict[str, float]:
         return {"accuracy": figures[0]}
@@ -194,9 +199,8 @@ class LabelledJob:
         return {"drawn": self.drawn} | ({} if self.length is None else {"length": self.length})
 
     def seek(self, position: dict[str, int]) -> None:
-        self.drawn = position["drawn"]
-        self.length = position.get("length")
-        self.last_loss = torch.tensor(torch.inf)
+        self.drawn, self.length = position["drawn"], position.get("length")
+        self.last_loss.fill_(torch.inf)
 
 
 def logits_at(model: CausalLM, read: Tensor, places: Tensor) -> Tensor:
@@ -205,22 +209,29 @@ def logits_at(model: CausalLM, read: Tensor, places: Tensor) -> Tensor:
     The head is the widest matrix of a small model, and most positions ask for nothing.
     """
     x, _ = model.hidden(read)
-    return model.logits(x.flatten(0, 1)[places])
+    return model.logits(x.flatten(0, 1).index_select(0, places))
 
 
-def read_of(batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
-    """What is read of the rows [B, T], where in it an answer is asked for, and the answers.
+def read_of(batch: Batch, longer: int | None = None) -> Read:
+    """What is read of rows, where in it an answer is asked for, and the answers.
 
     Nothing is carried on from a row: what comes after the last label is not read, but for whole
-    blocks, so that few different lengths occur.
+    blocks, or up to a power of two, so that few lengths occur. With `longer`, so many columns may
+    be filled up for that, and places where nothing is asked follow the others, up to such a number.
     """
     tokens, labels, *_ = batch
     asked = np.flatnonzero((labels != NO_LABEL).any(0))
-    end = -(-(asked[-1] + 1) // BLOCK) * BLOCK if len(asked) else 0
-    tokens, labels = tokens[:, :end], labels[:, :end]
+    needed = int(asked[-1]) + 1 if len(asked) else 0
+    block = min(BLOCK, 1 << (needed - 1).bit_length())
+    end = -(-needed // block) * block
+    if longer:
+        beyond = (0, 0), (0, longer)
+        tokens, labels = np.pad(tokens, beyond), np.pad(labels, beyond, constant_values=NO_LABEL)
+    tokens, labels = tokens[:, :end], labels[:, :end].reshape(-1)
     places = np.flatnonzero(labels != NO_LABEL)
-    found = tokens, places, labels.reshape(-1)[places]
-    return tuple(to_device(torch.from_numpy(x), device) for x in found)
+    if longer is not None and (missing := (1 << (len(places) - 1).bit_length()) - len(places)):
+        places = np.append(places, np.flatnonzero(labels == NO_LABEL)[:missing])
+    return torch.from_numpy(tokens), torch.from_numpy(places), torch.from_numpy(labels[places])
 
 
 def guesses_of(model: CausalLM, batch: Batch) -> Array:
@@ -229,7 +240,7 @@ def guesses_of(model: CausalLM, batch: Batch) -> Array:
     rows = max(1, tokens_at_once(device) // batch.tokens.shape[1])
     for first in range(0, len(guesses), rows):
         part = Batch(batch.tokens[first : first + rows], batch.labels[first : first + rows])
-        read, places, _ = read_of(part, device)
+        read, places, _ = (to_device(x, device) for x in read_of(part))
         logits = logits_at(model, read, places)
         guesses[first : first + rows][part.labels != NO_LABEL] = logits.argmax(-1).cpu().numpy()
     return guesses

@@ -148,9 +148,8 @@ class Trainer:
         if resume:
             self.restore()
         loss, clip = self._loss, optimizer_options.clip
-        graphs = options.cuda_graphs and job.static
         self.update = (
-            TrainingStep(loss, self.optimizer, clip=clip, cuda_graphs=graphs)
+            TrainingStep(loss, self.optimizer, clip=clip, cuda_graphs=options.cuda_graphs)
             if self.spread.plan is None
             else SpreadStep(loss, self.optimizer, spread=self.spread, clip=clip)
         )

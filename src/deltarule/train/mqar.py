@@ -55,16 +55,13 @@ class MqarRun:
         check_multiple("batch_rows", self.batch_rows, "accumulate", self.loop.accumulate)
 
 
-def mqar_job(run: MqarRun) -> LabelledJob:
-    return LabelledJob(
-        mqar, Rows(run.task, run.batch_rows), Rows(run.task, WATCHED_ROWS),
-        seed=run.loop.seed, accumulate=run.loop.accumulate,
-    )  # fmt: skip
-
-
 def train_mqar(run: MqarRun) -> float:
     began, task = time.monotonic(), run.task
     config, world = run.model.config(task.vocab_size), World(choose_device(run.loop.device))
+    job = LabelledJob(
+        mqar, Rows(task, run.batch_rows), Rows(task, WATCHED_ROWS), seed=run.loop.seed,
+        accumulate=run.loop.accumulate, ahead=world.device.type == "cuda",
+    )  # fmt: skip
 
     def describe(folder: Path) -> None:
         print(f"run     {folder}")
@@ -72,8 +69,8 @@ def train_mqar(run: MqarRun) -> float:
               f"by chance ({task.chance:.1%})")  # fmt: skip
 
     folder = whole_run(
-        run, "train mqar", f"mqar-{'-'.join(run.model.layer_types)}", config, mqar_job(run),
-        describe, lambda trainer: finish(run, trainer), world=world, began=began,
+        run, "train mqar", f"mqar-{'-'.join(run.model.layer_types)}", config, job, describe,
+        lambda trainer: finish(run, trainer), world=world, began=began,
     )  # fmt: skip
     return read_metrics(folder / "metrics.jsonl")[-1]["final_accuracy"]
 

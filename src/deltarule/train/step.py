@@ -20,7 +20,7 @@ from deltarule.train.optimizer import EPSILON, gradient_norm
 Part = Sequence[Tensor]
 # Steps of one kind before its capture: kernels are compiled and libraries take their memory.
 WARM_UP = 3
-# Kinds of steps that are captured; more than that, and lengths never settle.
+# Graphs that are kept: lengths that grow leave the first of them behind.
 MOST = 8
 
 
@@ -104,9 +104,12 @@ class TrainingStep:
         key = places, tuple(tuple((x.shape, x.dtype) for x in part) for part in parts)
         if (known := self.captured.get(key)) is None:
             seen = self.seen[key] = self.seen.get(key, 0) + 1
-            if seen <= WARM_UP or len(self.captured) == MOST:
+            if seen <= WARM_UP:
                 return self.aside(parts)
             known = self.captured[key] = self.capture(parts)
+            del self.seen[key]
+            if len(self.captured) > MOST:
+                del self.captured[next(iter(self.captured))]
         for mine, given in zip(chain(*known.parts), chain(*parts), strict=True):
             mine.copy_(given, non_blocking=True)
         known.graph.replay()

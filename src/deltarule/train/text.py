@@ -138,8 +138,6 @@ def mapped(folder: str, validation_bytes: int, tokenizer: str | None) -> TextDat
 class TextJob:
     """Rows of packed pieces, and the cross entropy of the next byte."""
 
-    static = True
-
     def __init__(
         self, run: TextRun, training: Corpus, validation: Corpus, world: World | None = None
     ) -> None:
