@@ -158,8 +158,7 @@ class LabelledJob:
         else:
             if steps is not None and length is not None:
                 config, longer = replace(config, length=length), steps.end - length
-            rng = np.random.default_rng((self.seed, index))
-            batch = self.task.generate(config, rng, self.rows)
+            batch = self.task.generate(config, np.random.default_rng((self.seed, index)), self.rows)
         return read_of(batch, longer if self.ahead else None)
 
     def grow(self) -> None:
@@ -204,10 +203,7 @@ class LabelledJob:
 
 
 def logits_at(model: CausalLM, read: Tensor, places: Tensor) -> Tensor:
-    """What the model says where an answer is asked for.
-
-    The head is the widest matrix of a small model, and most positions ask for nothing.
-    """
+    """What the model says where an answer is asked for: its head is its widest matrix."""
     x, _ = model.hidden(read)
     return model.logits(x.flatten(0, 1).index_select(0, places))
 
