@@ -73,6 +73,13 @@ print(sorted({{"torch._dynamo", "torch._inductor", "sympy"}} & (set(sys.modules)
     assert done.stdout == "[]\n"
 
 
+def test_a_parameter_without_elements_is_saved(make_model, random_tokens, tmp_path):
+    model = make_model(layer_types="titans_mag", num_persistent=0)
+    model.save(tmp_path)
+    tokens = random_tokens(1, 9)
+    assert torch.equal(CausalLM.load(tmp_path)(tokens)[0], model(tokens)[0])
+
+
 def test_a_loaded_model_does_not_follow_its_file(saved, random_tokens):
     model = CausalLM.load(saved)
     tokens = random_tokens(1, 5)

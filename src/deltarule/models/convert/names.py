@@ -86,7 +86,7 @@ class Piece:
             own = tensors[0].flatten(0, 1)[slice(*self.rows)]
             return own.reshape(self.form(tuple(own.shape)))
         shapes = {part: tuple(x.shape) for part, x in zip(self.parts, tensors, strict=True)}
-        grouped = [x.reshape(self.groups, len(x) // self.groups, -1) for x in tensors]
+        grouped = [x.unflatten(0, (self.groups, len(x) // self.groups)) for x in tensors]
         joined = grouped[0] if len(grouped) == 1 else torch.cat(grouped, dim=1)
         return joined.reshape(self.shape(shapes))
 
