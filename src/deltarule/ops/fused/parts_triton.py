@@ -22,7 +22,7 @@ from deltarule.ops.runtime.sizes import cdiv
 # mypy: disable-error-code="assignment"
 
 # Parts and columns of a tile: all that a program reads at once is on its way together.
-TILE = {"BR": 256, "BC": 16, "num_stages": 1, "num_warps": 4}
+TILE = {"BR": 512, "BC": 8, "num_stages": 1, "num_warps": 8}
 
 
 @triton.jit
