@@ -4,7 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltarule.nn import RMSNorm, ShortConv, convolved_products, mlp, short_conv
+from deltarule.nn import (
+    LinearAttention,
+    RMSNorm,
+    ShortConv,
+    convolved_products,
+    delta_mixer,
+    mlp,
+    short_conv,
+)
 from deltarule.nn import norm as norms
 from deltarule.nn.layout import make_layout
 from deltarule.nn.norm import GatedRMSNorm
@@ -299,3 +307,29 @@ def test_modules_that_are_more_than_products_and_taps_are_called(monkeypatch):
     layer = Layer()
     layer.modules[0], layer.convolutions[0] = torch.nn.Linear(12, 6, bias=False), ShortConv(6)
     assert layer.run() is None
+
+
+# ---- q, k and v without convolutions ------------------------------------------------------------
+
+
+def test_columns_of_one_product_are_laid_out_once_for_both_passes(monkeypatch):
+    class Stop(Exception):
+        """The operator is called."""
+
+    given = []
+
+    def operator(q, k, v, **_):
+        given.extend((q, k, v))
+        raise Stop
+
+    monkeypatch.setitem(delta_mixer.OPERATORS, "delta_rule", operator)
+    layer = LinearAttention(32, num_heads=2, conv_size=0)
+    x = torch.randn(1, 40, 32, requires_grad=True)
+    expected = layer.v_proj(x).double()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.raises(Stop):
+        layer(x)
+    monkeypatch.undo()
+    assert all(y.is_contiguous() for y in given)
+    assert_close(given[2].flatten(-2), expected, dtype=torch.float32)

@@ -200,12 +200,16 @@ class DeltaMixer(Mixer):
         k = per_step(projected.pop("k"), steps, self.heads_of("k"), self.head_k_dim)
         if (qk_map := self.qk_map) is not None:
             q, k = qk_map(q, k, call.positions() if self.counts else None)
+        v = per_step(projected.pop("v"), steps, self.heads_of("v"), self.head_v_dim)
+        if not self.conv_size and call.x.is_cuda and call.x.requires_grad:
+            # Columns of one product, which both passes of the operator would lay out.
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         by_channel = self.rule.decay == "channel"
         decay_sizes = (self.num_v_heads, self.head_k_dim)[: 1 + by_channel]
         return Projections(
             q=q,
             k=k,
-            v=per_step(projected.pop("v"), steps, self.heads_of("v"), self.head_v_dim),
+            v=v,
             decay_logits=split(projected["a"], *decay_sizes) if "a" in projected else None,
             beta_logits=per_step(projected["b"], steps) if "b" in projected else None,
             output_gate=self.by_head(projected["g"]) if "g" in projected else None,
