@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deltarule.models import loss
 from deltarule.nn import norm, short_conv
+from deltarule.nn.embedding import Embedded
 from deltarule.nn.layout import Layout, make_layout
 from deltarule.ops.delta_rule import gate_logits
 from deltarule.ops.fused import cross_entropy
@@ -16,6 +17,7 @@ from deltarule.ops.fused import gates as gates_op
 from deltarule.ops.fused import norms as norm_op
 from deltarule.ops.fused import short_conv as conv_op
 from deltarule.ops.fused import swiglu as swiglu_op
+from deltarule.ops.operators import direct
 
 Tensors = dict[str, Tensor]
 
@@ -158,6 +160,21 @@ def residual_norm(size: int = 20, *, sliced: bool = False, alone: bool = False) 
     )  # fmt: skip
 
 
+def embedding(vocabulary: int = 20, size: int = 37, tokens: int = 70) -> Neighbour:
+    """Rows of a weight, some of them many times and the last never."""
+    places = torch.randint(vocabulary - 1, (3, tokens))
+    places[0] = 0
+
+    def there(x: Tensors) -> Tensor:
+        return places.to(x["weight"].device)
+
+    return Neighbour(
+        {"weight": torch.randn(vocabulary, size)},
+        lambda x: (direct(Embedded)(x["weight"], there(x)),),
+        lambda x: (F.embedding(there(x), x["weight"]),),
+    )
+
+
 def swiglu(size: int = 37, *, sliced: bool = False) -> Neighbour:
     """SiLU of one projection times another, halves of a wider one too."""
 
@@ -271,6 +288,7 @@ MAKERS: dict[str, Callable[[], Neighbour]] = {
     "residual norm, sliced": lambda: residual_norm(300, sliced=True),
     "residual norm, no sum": lambda: residual_norm(17, alone=True),
     "residual norm in three parts": lambda: residual_norm(48),
+    "embedding": embedding,
     "swiglu": swiglu,
     "swiglu, sliced": lambda: swiglu(130, sliced=True),
     "head decay": lambda: decay(None),

@@ -10,6 +10,7 @@ from deltarule.nn import (
     ShortConv,
     convolved_products,
     delta_mixer,
+    embedding,
     mlp,
     short_conv,
 )
@@ -333,3 +334,26 @@ def test_columns_of_one_product_are_laid_out_once_for_both_passes(monkeypatch):
     monkeypatch.undo()
     assert all(y.is_contiguous() for y in given)
     assert_close(given[2].flatten(-2), expected, dtype=torch.float32)
+
+
+# ---- embeddings ---------------------------------------------------------------------------------
+
+
+def test_a_look_up_has_a_node_of_its_own_and_what_is_more_is_called(monkeypatch):
+    monkeypatch.setattr(embedding, "why_not_fused", lambda x: None)
+    monkeypatch.setattr(embedding, "is_hopper", lambda device: True)
+    tokens = torch.randint(20, (2, 30))
+
+    def is_node(module):
+        y = embedding.embedded(module, tokens)
+        assert torch.equal(y, module(tokens))
+        return "Embedded" in type(y.grad_fn).__name__
+
+    plain = torch.nn.Embedding(20, 8)
+    assert is_node(plain)
+    others = {"padding_idx": 3}, {"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}
+    assert not any(is_node(torch.nn.Embedding(20, 8, **other)) for other in others)
+    assert not is_node(torch.nn.Embedding(600, 8))
+    assert not is_node(torch.nn.Embedding(500, 300))
+    plain.register_forward_hook(lambda *_: None)
+    assert not is_node(plain)

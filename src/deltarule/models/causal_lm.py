@@ -18,6 +18,7 @@ from deltarule.models.config import ModelConfig
 from deltarule.models.convert.layout import shapes_of, stored, written
 from deltarule.models.loss import next_token_loss
 from deltarule.nn import DeltaMixer, Experts, ModelState, SquaredReLU, SwiGLU
+from deltarule.nn.embedding import embedded
 from deltarule.nn.few_rows import product
 from deltarule.nn.linears import linear
 from deltarule.ops.context import Context
@@ -123,7 +124,7 @@ class CausalLM(nn.Module):
         # What layers share within one pass, such as the first layer's values in RWKV-7.
         shared: dict[str, Tensor] = {}
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
-        x, branch = scaled(self.embedding(tokens), self.config.embedding_multiplier), None
+        x, branch = scaled(embedded(self.embedding, tokens), self.config.embedding_multiplier), None
         x = x if self.embedding_norm is None else self.embedding_norm(x)
         states = []
         for index, block in enumerate(self.blocks):

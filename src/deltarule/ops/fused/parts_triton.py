@@ -7,6 +7,7 @@ layout. PyTorch's own sum and its rounding would cost the host two operators aft
 backward.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -87,7 +88,9 @@ def sum_of_parts(parts: Tensor, weight: Tensor) -> Tensor:
     return sums_of_parts([(parts, weight)])[0]
 
 
-def sums_of_parts(pairs: list[tuple[Tensor, Tensor]], taps: int = 1) -> list[Tensor]:
+def sums_of_parts(
+    pairs: list[tuple[Tensor, Tensor]], taps: int = 1, tile: Mapping[str, int] = TILE
+) -> list[Tensor]:
     """Up to three such sums of as many parts in one launch; each part has the `taps` first."""
     found = [torch.empty(w.shape, dtype=w.dtype, device=w.device) for _, w in pairs]
     each: list[dict[str, Any]] = [
@@ -95,8 +98,8 @@ def sums_of_parts(pairs: list[tuple[Tensor, Tensor]], taps: int = 1) -> list[Ten
         for (parts, _), out in zip(pairs, found, strict=True)
     ]
     count = len(pairs[0][0])
-    if blocks := sum(cdiv(own["columns"], TILE["BC"]) for own in each):
+    if blocks := sum(cdiv(own["columns"], tile["BC"]) for own in each):
         numbers = pairs[0][0][0].numel() // each[0]["columns"] if count else 1
-        values = {**TILE, **numbered(each, "columns"), "rows": count * numbers}
+        values = {**tile, **numbered(each, "columns"), "rows": count * numbers}
         launch(sums_of_parts_kernel, (blocks, 1, 1), values | {"W": taps, "K": numbers})
     return found
