@@ -30,7 +30,14 @@ from deltarule.ops.delta_rule.triton import channel_stages, passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton.plan import Call, Plan
 from deltarule.ops.dispatch import always, forget_calls, recordings
-from deltarule.ops.fused import gates, gates_triton, norms_triton, short_conv_triton, swiglu_triton
+from deltarule.ops.fused import (
+    gates,
+    gates_triton,
+    norms_triton,
+    rounding_triton,
+    short_conv_triton,
+    swiglu_triton,
+)
 from deltarule.ops.fused.norms import GatedNorm, ResidualNorm
 from deltarule.ops.fused.short_conv import ShortConv, ShortConvs
 from deltarule.ops.fused.swiglu import GatedProduct
@@ -589,6 +596,15 @@ def maps() -> dict[str, tuple[object, ...]]:
         "its gradients": (
             norms_triton.residual_norm_gradients, total._replace(x=None, y=None), None, rows(32),
             rows(32),
+        ),
+        "norm of a sum, rounded": (norms_triton.residual_norm, total, torch.float16),
+        "its gradients, one rounded": (
+            norms_triton.residual_norm_gradients, total._replace(x=None, y=None), rows(32),
+            rows(32).half(), rows(32), torch.float16,
+        ),
+        "weights, rounded": (
+            rounding_triton.rounded, rounding_triton.Weights(*[torch.randn(16, 8) for _ in "qkv"]),
+            torch.float16, 128, 256, 128,
         ),
         "decay": (gates_triton.decays, decay),
         "decay and step": (gates_triton.decays, decay._replace(step=True)),

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import (
     LinearAttention,
     RMSNorm,
@@ -11,6 +12,7 @@ from deltarule.nn import (
     convolved_products,
     delta_mixer,
     embedding,
+    linears,
     mlp,
     short_conv,
 )
@@ -357,3 +359,125 @@ def test_a_look_up_has_a_node_of_its_own_and_what_is_more_is_called(monkeypatch)
     assert not is_node(torch.nn.Embedding(500, 300))
     plain.register_forward_hook(lambda *_: None)
     assert not is_node(plain)
+
+
+# ---- what autocast rounds -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def fused_everywhere(monkeypatch):
+    for module in (norms, mlp, linears):
+        monkeypatch.setattr(module, "why_not_fused", lambda x: None)
+
+
+def nodes_of(y):
+    """Names of the nodes of autograd behind y."""
+    seen, left = set(), [y.grad_fn]
+    while left:
+        if (node := left.pop()) is not None and node not in seen:
+            seen.add(node)
+            left += [node for node, _ in node.next_functions]
+    return [type(node).__name__ for node in seen]
+
+
+def step_of(model, tokens, backwards=1):
+    """Loss, gradients and nodes. Triton's interpreter cuts bfloat16 short: float16 it is."""
+    for _ in range(backwards):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model.logits(model.hidden(tokens)[0]).float().logsumexp(-1).mean()
+        nodes = nodes_of(loss)
+        loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    return loss, gradients, nodes
+
+
+def small_model(layer="gated_deltanet", **changes):
+    config = {"vocab_size": 50, "hidden_size": 32, "num_layers": 2, "num_heads": 2} | changes
+    return CausalLM(ModelConfig(layer_types=layer, **config)), torch.randint(50, (2, 19))
+
+
+@pytest.mark.usefixtures("fused_everywhere")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_norms_and_weights_are_rounded_as_autocast_rounds_them(
+    checkpointing, backwards, tied, monkeypatch
+):
+    model, tokens = small_model(tie_embeddings=tied)
+    model.activation_checkpointing = checkpointing
+    loss, gradients, nodes = step_of(model, tokens, backwards)
+    if not checkpointing:
+        assert nodes.count("NormForProductsBackward") == 4
+    # As PyTorch rounds them: each norm by a cast after it, each weight by one of its own.
+    monkeypatch.setattr(norms, "rounds_to", lambda *_: None)
+    monkeypatch.setattr(linears, "why_not_fused", lambda x: "not here")
+    expected, plain, nodes = step_of(model, tokens, backwards)
+    assert "NormForProductsBackward" not in nodes
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(gradients[name], plain[name]) for name in plain)
+    assert {d.dtype for d in gradients.values()} == {torch.float32}
+
+
+@pytest.mark.usefixtures("fused_everywhere")
+@pytest.mark.parametrize(
+    ("layer", "changes", "count"),
+    [
+        # The gate of a decay reads the mixer's norm by itself: float32 is where both are summed.
+        ("kda", {}, 2), ("gla", {}, 2), ("gated_deltanet2", {}, 2),
+        ("deltanet+attention", {}, 2), ("deltanet", {}, 4),
+        ("deltanet", {"deepnorm_alpha": 2.0}, 0), ("deltanet", {"norm_type": "layer"}, 0),
+        ("deltanet", {"hidden_act": "relu2"}, 2), ("deltanet", {"mlp_size": 0}, 2),
+    ],
+)  # fmt: skip
+def test_a_norm_that_others_read_too_is_not_rounded(layer, changes, count):
+    model, tokens = small_model(layer, **changes)
+    assert step_of(model, tokens)[2].count("NormForProductsBackward") == count
+
+
+@pytest.mark.usefixtures("fused_everywhere")
+@pytest.mark.parametrize("hooked", ["mixer", "mixer.q_proj", "mixer_norm", "mlp", "mlp.up_proj"])
+def test_a_hook_is_given_what_it_was(hooked):
+    model, tokens = small_model()
+    seen = []
+    part = model.blocks[1].get_submodule(hooked)
+    part.register_forward_hook(lambda module, given, y: seen.append(given[0].dtype))
+    assert step_of(model, tokens)[2].count("NormForProductsBackward") == 3
+    # The norm of a sum is made by no call of its module.
+    assert seen == ([] if hooked == "mixer_norm" else [torch.float32])
+
+
+@pytest.mark.usefixtures("fused_everywhere")
+def test_without_autocast_or_gradients_nothing_is_rounded():
+    model, tokens = small_model()
+    assert "NormForProductsBackward" not in nodes_of(model.hidden(tokens)[0])
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        assert model.hidden(tokens)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("width", [8, 5])
+def test_weights_of_several_matrices_are_rounded_by_one_launch(width, monkeypatch):
+    monkeypatch.setattr(linears, "why_not_fused", lambda x: None)
+    x, sizes = torch.zeros(1, dtype=torch.float16), (16, 6, 30)
+    weights = [torch.randn(size, width) for size in sizes]
+    matrices, lacking = [weights[:2], weights[2], weights[0]], [[0, 2]]
+    from deltarule.ops.fused import rounding_triton
+
+    launched, laid = [], rounding_triton.laid
+    monkeypatch.setattr(rounding_triton, "laid", lambda *x: launched.append(1) or laid(*x))
+    both, middle, last = linears.rounded(matrices, lacking, x)
+    zeros = torch.zeros(2, width)
+    assert torch.equal(both, torch.cat([*weights[:2], zeros]).half())
+    assert torch.equal(middle, weights[2].half())
+    assert torch.equal(last, weights[0].half())
+    # Products begin on the grid of 16 bytes.
+    assert not (last.data_ptr() | middle.data_ptr() | both.data_ptr()) % 16
+    # What one launch does not take has the same numbers.
+    turned = [[w.mT.contiguous().mT for w in weights[:2]], weights[2]]
+    half = [[w.half().float() for w in weights[:2]], weights[2].double()]
+    for others in (turned, half):
+        assert torch.equal(linears.rounded(others, lacking, x)[0], both)
+    assert launched == [1]
+    many = linears.rounded([weights[0]] * 7, [], x)
+    assert all(torch.equal(w, last) for w in many)
+    assert launched == [1]

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from deltarule.models.config import ModelConfig
 from deltarule.nn import (
     MIXERS,
+    Attention,
     DeltaMixer,
     Experts,
     LatentAttention,
@@ -20,8 +22,9 @@ from deltarule.nn import (
 )
 from deltarule.nn.experts import ROUTING
 from deltarule.nn.frame import Frame
+from deltarule.nn.linears import is_hooked
 from deltarule.nn.mlp import make_mlp
-from deltarule.nn.norm import LayerNorm
+from deltarule.nn.norm import LayerNorm, norm_for_products
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.state import DraftedState, LentState
 from deltarule.nn.token_shift import ChannelMix
@@ -80,21 +83,22 @@ class Block(nn.Module):
                 return x, y, state
             x = x + y
             return x, self.mlp_norm(scaled(self.mlp(x), self.mlp_multiplier)), state
-        norm = self.mixer_norm
-        x, normed = norm_of_sum(norm, x, branch)
-        with recomputed((normed, partial(norm.forward, x))):
+        norm, alpha = self.mixer_norm, self.deepnorm_alpha
+        rounds = context is None and alpha is None
+        x, normed = norm_of_sum(norm, x, branch, self.mixer if rounds else None)
+        # A norm that is rounded takes what its reader would keep of it; another is made again.
+        again = [(normed, partial(norm.forward, x))] if normed.dtype == x.dtype else []
+        with recomputed(*again):
             y, state = mix(normed, state)
-        x, mlp, second = self.passed_on(x, normed), self.mlp, self.mlp_norm
+        # A branch is added to the stream, or to alpha times its norm.
+        x, mlp, second = x if alpha is None else scaled(normed, alpha), self.mlp, self.mlp_norm
         if mlp is None or second is None:
             return x, y, state
-        x, normed = second.of_sum(x, y)
-        with recomputed((normed, partial(second.forward, x))):
+        x, normed = norm_of_sum(second, x, y, mlp if rounds else None)
+        again = [(normed, partial(second.forward, x))] if normed.dtype == x.dtype else []
+        with recomputed(*again):
             y = scaled(mlp(normed), self.mlp_multiplier)
-        return self.passed_on(x, normed), y, state
-
-    def passed_on(self, x: Hidden, normed: Hidden) -> Hidden:
-        """What a branch is added to: the stream, or alpha times its norm."""
-        return x if self.deepnorm_alpha is None else scaled(normed, self.deepnorm_alpha)
+        return x if alpha is None else scaled(normed, alpha), y, state
 
     def mix(self, given: dict[str, Any], x: Hidden, state: State | None) -> tuple[Hidden, State]:
         """Apply the parts of the first half to x; sum them and put their states together."""
@@ -211,9 +215,23 @@ def stream_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
 
 
 def norm_of_sum(
-    norm: RMSNorm | LayerNorm, x: Hidden, branch: Hidden | None
+    norm: RMSNorm | LayerNorm, x: Hidden, branch: Hidden | None, reader: nn.Module | None = None
 ) -> tuple[Hidden, Hidden]:
+    """x + branch and its norm, rounded by then if autocast would round it for its only reader."""
+    if reader is not None and torch.is_autocast_enabled(x.device.type):
+        found = norm_for_products(norm, x, branch, products_of_input(reader))
+        if found is not None:
+            return found
     return (x, norm(x)) if branch is None else norm.of_sum(x, branch)
+
+
+def products_of_input(part: nn.Module) -> list[nn.Module]:
+    """Modules whose products, all in one node of autograd, are what a part takes its input for."""
+    own = type(part) is SwiGLU or (type(part) is Attention and part.g_proj is None)
+    if isinstance(part, DeltaMixer):
+        names = "forward", "mix", "project"
+        own = all(getattr(type(part), name) is getattr(DeltaMixer, name) for name in names)
+    return [*part.of_input().values()] if own and not is_hooked(part) else []  # type: ignore[operator]
 
 
 def mlp_size(config: ModelConfig) -> int:

@@ -19,8 +19,7 @@ from deltarule.models.convert.layout import shapes_of, stored, written
 from deltarule.models.loss import next_token_loss
 from deltarule.nn import DeltaMixer, Experts, ModelState, SquaredReLU, SwiGLU
 from deltarule.nn.embedding import embedded
-from deltarule.nn.few_rows import product
-from deltarule.nn.linears import linear
+from deltarule.nn.linears import linear, multiplied
 from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 
@@ -143,7 +142,7 @@ class CausalLM(nn.Module):
     def logits(self, x: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
         """Apply the head to what `hidden` returned."""
         if self.head is None:
-            return self.scaled(product(x, self.embedding.weight))
+            return self.scaled(multiplied(x, self.embedding.weight))
         return self.scaled(linear(x, self.head))
 
     def scaled(self, logits: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:

@@ -18,7 +18,7 @@ from deltarule.nn.call import CONVOLUTIONS, LayerCall
 from deltarule.nn.layout import Layout
 from deltarule.nn.linears import EVEN, SMALL, in_one_node, linear, products_back, products_of
 from deltarule.nn.short_conv import is_fused, packing
-from deltarule.ops.dispatch import are_plain_eager, without_autocast
+from deltarule.ops.dispatch import are_plain_eager
 from deltarule.ops.fused import short_conv as fused
 from deltarule.ops.operators import direct
 
@@ -123,12 +123,12 @@ class ConvolvedProducts(torch.autograd.Function):
 
         ctx.set_materialize_grads(False)
         x, weights, rest = given[0], given[1 : 1 + count], given[1 + count :]
-        with without_autocast(x.device):
-            (group,), (whole,), outputs = products_of(x, weights)
+        (group,), (whole,), outputs = products_of(x, weights)
         found.room.sizes = [x + y for x, y in zip(group.sizes, group.lacking, strict=True)]
         found.streams.extend(outputs[:3])
         y = kernels.short_convs(fused.ShortConvs._make([*outputs[:3], *rest, *activated]))
         ctx.room, ctx.group, ctx.activated, ctx.count = found.room, group, activated, count
+        ctx.dtype = weights[0].dtype
         ctx.save_for_backward(x, whole, *outputs[:3], *rest)
         return *y[:3], *outputs[3:], *y[3:]
 
@@ -156,5 +156,6 @@ class ConvolvedProducts(torch.autograd.Function):
         found = kernels.short_convs_gradients(inputs, *given)
         parts = [*slots[:3], *[None if d is None else slot for d, slot in others]]
         d_all = d_all.flatten(0, -2)
-        products = products_back(x, [ctx.group], [whole], parts, needed[: 1 + count], d_all)
+        needed = needed[: 1 + count], ctx.dtype, d_all
+        products = products_back(x, [ctx.group], [whole], parts, *needed)
         return None, None, None, *products, *found[3:], None, None, None

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from deltarule.nn.few_rows import as_one, product, several
 from deltarule.ops.dispatch import are_plain_eager, without_autocast
+from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.ops.operators import direct
 from deltarule.ops.sequences import computed
 
@@ -90,23 +91,30 @@ def linear(x: Tensor, module: nn.Module) -> Tensor:
         y: Tensor = module(x)
         return y
     # A call of the module would take Python as long as the product takes a processor.
-    return F.linear(x, weight) if torch.is_grad_enabled() or not x.is_cuda else product(x, weight)
+    return multiplied(x, weight)
+
+
+def multiplied(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T, by what multiplies fastest."""
+    if not torch.is_grad_enabled():
+        return product(x, weight)
+    if x.is_cuda and torch.is_autocast_enabled("cuda") and are_plain_eager((x, weight)):
+        return together(x, [weight])[0] if x.dtype != WIDE else F.linear(x, weight)
+    return F.linear(x, weight)
 
 
 def together(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """Products whose gradients by x are summed by the products themselves, on any device."""
-    return direct(Linears)(*as_multiplied(x, weights))
+    return direct(Linears)(as_multiplied(x), *weights)
 
 
-def as_multiplied(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    if not torch.is_autocast_enabled(x.device.type):
-        return [x, *weights]
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return [given.to(dtype) for given in (x, *weights)]
+def as_multiplied(x: Tensor) -> Tensor:
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def in_one_node(x: Tensor, modules: Sequence[nn.Module]) -> list[Tensor] | None:
-    """x and the weights of modules, as multiplied, for a node of autograd that stands for all.
+    """x as multiplied, and the weights of modules, for a node of autograd that stands for all.
 
     None: nothing is differentiated, or one of them is more than a product.
     """
@@ -115,7 +123,7 @@ def in_one_node(x: Tensor, modules: Sequence[nn.Module]) -> list[Tensor] | None:
     weights = plain_weights(modules)
     if len(weights) < len(modules) or not are_plain_eager((x, *weights)):
         return None
-    return as_multiplied(x, weights)
+    return [as_multiplied(x), *weights]
 
 
 def weight_of(module: nn.Module) -> Tensor | None:
@@ -187,8 +195,8 @@ class Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        with without_autocast(x.device):
-            ctx.groups, wholes, outputs = products_of(x, weights)
+        ctx.groups, wholes, outputs = products_of(x, weights)
+        ctx.dtype = weights[0].dtype
         ctx.save_for_backward(x, *wholes)
         return tuple(outputs)
 
@@ -196,28 +204,61 @@ class Linears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *wholes = ctx.saved_tensors
-        return products_back(x, ctx.groups, wholes, d_outputs, ctx.needs_input_grad)
+        return products_back(x, ctx.groups, wholes, d_outputs, ctx.needs_input_grad, ctx.dtype)
 
 
 def products_of(
-    x: Tensor, weights: Sequence[Tensor]
+    x: Tensor, weights: Sequence[Tensor], *others: Tensor
 ) -> tuple[list["Group"], list[Tensor], list[Tensor]]:
-    """Groups of weights, the matrix of each group, and the product with each weight."""
+    """Groups of weights, the matrix of each and then the others, and the product with each weight.
+
+    Under autocast the matrices are rounded as it rounds them.
+    """
     groups = groups_of(tuple([weight.shape for weight in weights]), SMALL)
     parts = [[weights[i] for i in group.places] for group in groups]
-    pairs = zip(groups, parts, strict=True)
-    wholes = [own[0] if len(own) == 1 else group.filled(own, 0) for group, own in pairs]
+    if torch.is_autocast_enabled(x.device.type):
+        wholes = rounded([*parts, *others], [group.lacking for group in groups], x)
+    else:
+        pairs = zip(groups, parts, strict=True)
+        wholes = [own[0] if len(own) == 1 else filled(own, g.lacking, 0) for g, own in pairs]
+        wholes += others
     found: dict[int, Tensor] = {}
-    for group, whole in zip(groups, wholes, strict=True):
-        found.update(zip(group.places, group.parts(F.linear(x, whole), -1), strict=True))
+    with without_autocast(x.device):
+        for group, whole in zip(groups, wholes, strict=False):
+            found.update(zip(group.places, group.parts(F.linear(x, whole), -1), strict=True))
     return groups, wholes, [found[i] for i in range(len(weights))]
+
+
+def rounded(
+    matrices: Sequence[Tensor | Sequence[Tensor]], lacking: Sequence[Sequence[int]], x: Tensor
+) -> list[Tensor]:
+    """Matrices in the dtype of x; the first are of weights that lack so many rows of zeros each."""
+    parts = [[own] if isinstance(own, Tensor) else own for own in matrices]
+    lacking = [*lacking, *[[0]] * (len(parts) - len(lacking))]
+    kinds = [(w.dtype, w.is_contiguous()) for own in parts for w in own]
+    if {*kinds} == {(torch.float32, True)} and why_not_fused(x) is None:
+        # Triton is an extra, imported where it runs.
+        from deltarule.ops.fused import rounding_triton as kernels
+
+        if len(kinds) <= kernels.MOST:
+            return kernels.laid(parts, lacking, x.dtype)
+    pairs = zip(parts, lacking, strict=True)
+    return [filled([w.to(x.dtype) for w in own], lacks, 0) for own, lacks in pairs]
+
+
+def gradient_of_weight(d_rows: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy^T x, not rounded to 16 bits on the way where that can be."""
+    if rows.is_cuda:
+        return torch.mm(d_rows.mT, rows, out_dtype=dtype)
+    return (d_rows.mT @ rows).to(dtype)
 
 
 def products_back(
     x: Tensor, groups: Sequence["Group"], wholes: Sequence[Tensor],
-    d_outputs: Sequence[Tensor | None], wanted: Sequence[bool], d_all: Tensor | None = None,
+    d_outputs: Sequence[Tensor | None], wanted: Sequence[bool], dtype: torch.dtype,
+    d_all: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients by x and by each weight, those that are wanted.
+    """Gradients by x and by each weight, which is of dtype, those that are wanted.
 
     d_all: The matrix whose columns the d_outputs share out among them, if it is known; used where
         one product has all of them.
@@ -235,7 +276,9 @@ def products_back(
         if wanted[0]:
             total = d_rows @ whole if total is None else total.addmm_(d_rows, whole)
         if any(wanted[1 + i] for i in group.places):
-            parts = group.parts(d_rows.mT @ rows, 0)
+            same = dtype == rows.dtype
+            d_whole = d_rows.mT @ rows if same else gradient_of_weight(d_rows, rows, dtype)
+            parts = group.parts(d_whole, 0)
             for i, part in zip(group.places, parts, strict=True):
                 found[1 + i] = part if wanted[1 + i] and d_outputs[i] is not None else None
     found[0] = None if total is None else total.view(x.shape)
@@ -269,17 +312,18 @@ class Group(NamedTuple):
         found = product.split_with_sizes(self.cuts, dim)
         return [found[i] for i in self.own]
 
-    def filled(self, given: Sequence[Tensor], dim: int) -> Tensor:
-        """The inverse: one matrix of what belongs to each, and zeros."""
-        if not any(self.lacking):
-            return torch.cat(list(given), dim)
-        shape = list(given[0].shape)
-        shape[dim] = most = max(self.lacking)
-        zeros, whole = given[0].new_zeros(shape), []
-        for x, lacks in zip(given, self.lacking, strict=True):
-            gap = [zeros if lacks == most else zeros.narrow(dim, 0, lacks)] if lacks else []
-            whole += [x, *gap]
-        return torch.cat(whole, dim)
+
+def filled(given: Sequence[Tensor], lacking: Sequence[int], dim: int) -> Tensor:
+    """One matrix of what is given, and after each the zeros that it lacks."""
+    if not any(lacking):
+        return given[0] if len(given) == 1 else torch.cat(list(given), dim)
+    shape = list(given[0].shape)
+    shape[dim] = most = max(lacking)
+    zeros, whole = given[0].new_zeros(shape), []
+    for x, lacks in zip(given, lacking, strict=True):
+        gap = [zeros if lacks == most else zeros.narrow(dim, 0, lacks)] if lacks else []
+        whole += [x, *gap]
+    return torch.cat(whole, dim)
 
 
 @lru_cache(256)
@@ -299,4 +343,4 @@ def side_by_side(given: list[Tensor | None], group: Group, x: Tensor) -> Tensor:
         x.new_zeros(*x.shape[:-1], size) if d_y is None else d_y
         for d_y, size in zip(given, group.sizes, strict=True)
     ]
-    return group.filled(parts, -1).flatten(0, -2)
+    return filled(parts, group.lacking, -1).flatten(0, -2)

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from deltarule.nn import few_rows
 from deltarule.nn.linears import (
+    gradient_of_weight,
     in_one_node,
     linear,
     linears,
@@ -119,14 +120,15 @@ class GatedProducts(torch.autograd.Function):
     ) -> Tensor:
         from deltarule.ops.fused import swiglu_triton as kernels
 
+        weights = gate_weight, up_weight
+        ctx.groups, (*wholes, matrix), both = products_of(x.flatten(0, -2), weights, down)
+        if factor != 1:
+            both[0].mul_(factor)
+        (h,) = kernels.swiglu_rows(fused.GatedProduct(*both))
+        ctx.factor, ctx.dtype = factor, down.dtype
+        ctx.save_for_backward(x, matrix, *both, *wholes)
         with without_autocast(x.device):
-            ctx.groups, wholes, both = products_of(x.flatten(0, -2), (gate_weight, up_weight))
-            if factor != 1:
-                both[0].mul_(factor)
-            (h,) = kernels.swiglu_rows(fused.GatedProduct(*both))
-            ctx.factor = factor
-            ctx.save_for_backward(x, down, *both, *wholes)
-            return F.linear(h, down).view(*x.shape[:-1], -1)
+            return F.linear(h, matrix).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
@@ -142,8 +144,11 @@ class GatedProducts(torch.autograd.Function):
         d_parts = d_both.split(down.shape[1], -1)
         if ctx.factor != 1:
             d_parts[0].mul_(ctx.factor)
-        found = products_back(x, ctx.groups, wholes, d_parts, ctx.needs_input_grad[:3], d_both)
-        return *found, d_rows.mT @ d_h if learns else None, None
+        needed, same = ctx.needs_input_grad[:3], ctx.dtype == d_h.dtype
+        found = products_back(x, ctx.groups, wholes, d_parts, needed, ctx.dtype, d_both)
+        if not learns:
+            return *found, None, None
+        return *found, d_rows.mT @ d_h if same else gradient_of_weight(d_rows, d_h, ctx.dtype), None
 
 
 def why_not_gated(gate: Tensor, up: Tensor) -> str | None:

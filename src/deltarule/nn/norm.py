@@ -5,7 +5,7 @@ y = weight * x / sqrt(mean(x^2) + eps)
 A norm of a sum gives the sum too, in the pass that makes it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deltarule.nn.layout import split
-from deltarule.nn.linears import in_one_node, is_hooked
+from deltarule.nn.linears import (
+    gradient_of_weight,
+    in_one_node,
+    is_hooked,
+    plain_weights,
+    rounded,
+)
 from deltarule.nn.recomputed import LEAST
 from deltarule.ops.dispatch import are_plain_eager, without_autocast
 from deltarule.ops.fused import norms as fused
@@ -133,7 +139,9 @@ class NormedProduct(torch.autograd.Function):
         from deltarule.ops.fused import norms_triton as kernels
 
         (n,) = kernels.gated_norm(fused.GatedNorm(x, gate, weight, *numbers))
-        ctx.numbers, ctx.slot = numbers, slot
+        ctx.numbers, ctx.slot, ctx.dtype = numbers, slot, matrix.dtype
+        if matrix.dtype != x.dtype:
+            (matrix,) = rounded([matrix], [], x)
         # As `recomputed` has it.
         ctx.save_for_backward(x, gate, weight, matrix, n if n.nbytes < LEAST else None)
         with without_autocast(x.device):
@@ -154,8 +162,81 @@ class NormedProduct(torch.autograd.Function):
         remakes = learns and n is None
         d_x, made, d_weight = kernels.gated_norm_gradients(norm, d_n, d_gate, remakes)
         if learns:
-            d_matrix = d_rows.mT @ (d_n if remakes else n).view(-1, matrix.shape[1])
+            n = (d_n if remakes else n).view(-1, matrix.shape[1])
+            same = ctx.dtype == n.dtype
+            d_matrix = d_rows.mT @ n if same else gradient_of_weight(d_rows, n, ctx.dtype)
         return d_x, made if d_gate is None else d_gate, d_weight, d_matrix, None, None, None, None
+
+
+def norm_for_products(
+    norm: nn.Module, x: Tensor, y: Tensor | None, modules: Sequence[nn.Module]
+) -> tuple[Tensor, Tensor] | None:
+    """x + y and its norm, which autocast would round for products with modules, rounded at once.
+
+    None where the norm is more than that, kernels do not run, or nothing is rounded for a node of
+    autograd that has all of the products.
+    """
+    dtype = rounds_to(x, modules)
+    if dtype is None or type(norm) is not RMSNorm or is_hooked(norm):
+        return None
+    if why_no_row(x) or not are_plain_eager((x, y, norm.weight)):
+        return None
+    if y is not None and why_no_residual_norm(x, y):
+        return None
+    weight = scale_of(norm.weight, norm.zero_centered)
+    total, normed = direct(NormForProducts)(x, y, weight, norm.eps, dtype)
+    return (x if y is None else total), normed
+
+
+def rounds_to(x: Tensor, modules: Sequence[nn.Module]) -> torch.dtype | None:
+    """To what autocast rounds x for products with all modules in training; None if it does not."""
+    kind = x.device.type
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    if x.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
+        return None
+    weights = plain_weights(modules)
+    if not weights or len(weights) < len(modules) or not are_plain_eager(weights):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+class NormForProducts(torch.autograd.Function):
+    """s = x + y and its norm in the dtype of the products that read it; s is None without y."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor]:
+        from deltarule.ops.fused import norms_triton as kernels
+
+        ctx.set_materialize_grads(False)
+        ctx.eps, ctx.of_y = eps, None if y is None else y.dtype
+        if y is None:
+            ctx.save_for_backward(x, weight)
+            return None, *kernels.gated_norm(lone_norm(x, weight, eps), dtype)
+        s, z = kernels.residual_norm(fused.ResidualNorm(x, y, weight, eps), dtype)
+        ctx.save_for_backward(s, weight)
+        return s, z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_s: Tensor | None, d_z: Tensor | None) -> tuple[Tensor | None, ...]:
+        from deltarule.ops.fused import norms_triton as kernels
+
+        s, weight = ctx.saved_tensors
+        if d_z is None:
+            return d_s, d_s, None, None, None
+        if ctx.of_y is None:
+            d_x, _, d_weight = kernels.gated_norm_gradients(lone_norm(s, weight, ctx.eps), d_z)
+            return d_x, None, d_weight, None, None
+        inputs = fused.ResidualNorm(s, s, weight, ctx.eps)
+        d_x, d_weight, d_y = kernels.residual_norm_gradients(inputs, d_s, d_z, s, ctx.of_y)
+        return d_x, d_x if d_y is None else d_y, d_weight, None, None
+
+
+def lone_norm(x: Tensor, weight: Tensor, eps: float) -> fused.GatedNorm:
+    return fused.GatedNorm(x, None, weight, eps, "silu", False)
 
 
 def plain_gated_norm(

@@ -91,7 +91,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 # Types with which a call may skip its registered operator, which only costs the host time.
 PLAIN = {Tensor, Parameter, NoneType}
 # What a call may be given besides tensors.
-NUMBERS = {NoneType, bool, int, float, str}
+NUMBERS = {NoneType, bool, int, float, str, torch.dtype}
 
 
 def are_plain_eager(tensors: Iterable[Tensor | None]) -> bool:

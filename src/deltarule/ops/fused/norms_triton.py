@@ -165,8 +165,9 @@ def gated_norm_backward_kernel(
 
 
 @Recorded
-def gated_norm(inputs: GatedNorm) -> tuple[Tensor]:
-    y = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
+def gated_norm(inputs: GatedNorm, dtype: torch.dtype | None = None) -> tuple[Tensor]:
+    """dtype: Of y, if not that of x."""
+    y = torch.empty(inputs.x.shape, dtype=dtype or inputs.x.dtype, device=inputs.x.device)
     if y.numel():
         values = arguments(inputs, True)
         grid = cdiv(values["rows"], values["BR"]), 1, 1
@@ -265,10 +266,13 @@ def residual_norm_kernel(
 # Lengths change from call to call; none is worth a kernel of its own.
 @triton.jit(do_not_specialize=["rows", "each"])
 def residual_norm_backward_kernel(
-    d_s, d_z, s, weight, d_x, d_weight, rows, each, eps, s_ds, s_dz,
+    d_s, d_z, s, weight, d_x, d_y, d_weight, rows, each, eps, s_ds, s_dz,
     V: tl.constexpr, BV: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """`each` rows, and their part of d weight; with SUM the sum has a gradient of its own."""
+    """`each` rows, and their part of d weight; with SUM the sum has a gradient of its own.
+
+    d_y is d_x once more, in another dtype, if it is asked for.
+    """
     o_v = tl.arange(0, BV)
     m_v = o_v < V
     b_w = tl.load(weight + o_v, mask=m_v, other=0.0).to(tl.float32)
@@ -287,16 +291,18 @@ def residual_norm_backward_kernel(
         if SUM:
             b_dx += tl.load(d_s + r * s_ds + o_v, mask=m, other=0.0).to(tl.float32)
         tl.store(d_x + r * V + o_v, b_dx.to(d_x.dtype.element_ty), mask=m)
+        if d_y is not None:
+            tl.store(d_y + r * V + o_v, b_dx.to(d_y.dtype.element_ty), mask=m)
     tl.store(d_weight + tl.program_id(0) * V + o_v, b_dw, mask=m_v)
 
 
 @Recorded
-def residual_norm(inputs: ResidualNorm) -> tuple[Tensor, Tensor]:
-    """s and z like x, in the wider of the dtypes of x and y."""
+def residual_norm(inputs: ResidualNorm, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """s like x, in the wider of the dtypes of x and y, and z, in `dtype` or that of s."""
     x, y = adjacent(as_rows(inputs.x)), adjacent(as_rows(inputs.y))
     # An operator of PyTorch, which is no launch.
-    dtype = x.dtype if x.dtype == y.dtype else torch.promote_types(x.dtype, y.dtype)
-    s, z = (torch.empty(inputs.x.shape, dtype=dtype, device=x.device) for _ in range(2))
+    wide = x.dtype if x.dtype == y.dtype else torch.promote_types(x.dtype, y.dtype)
+    s, z = (torch.empty(inputs.x.shape, dtype=of, device=x.device) for of in (wide, dtype or wide))
     if s.numel():
         rows, size = x.shape
         values = {"x": x, "y": y, "s_x": x.stride(0), "s_y": y.stride(0), "s": s, "z": z}
@@ -311,25 +317,29 @@ def residual_norm_backward(given: Backward[ResidualNorm]) -> Gradients:
     if d_z is None:
         assert d_s is not None
         return d_s.clone(), torch.zeros_like(inputs.weight)
-    return residual_norm_gradients(inputs, d_s, d_z, *given.saved)
+    return residual_norm_gradients(inputs, d_s, d_z, *given.saved)[:2]
 
 
 @Recorded
 def residual_norm_gradients(
-    inputs: ResidualNorm, d_s: Tensor | None, d_z: Tensor, s: Tensor
-) -> tuple[Tensor, Tensor]:
+    inputs: ResidualNorm, d_s: Tensor | None, d_z: Tensor, s: Tensor,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The gradients by x and weight, and that by y in `dtype`, if it is not that by x."""
     d_s, d_z = None if d_s is None else adjacent(as_rows(d_s)), adjacent(as_rows(d_z))
     d_x, (rows, size) = torch.empty_like(s), d_z.shape
+    d_y = None if dtype in (None, s.dtype) else torch.empty(s.shape, dtype=dtype, device=s.device)
     each, programs = shares(rows)
     d_weight = torch.empty(programs, size, dtype=torch.float32, device=s.device)
     if programs:
-        values = {"d_s": d_s, "d_z": d_z, "s": s, "d_x": d_x, "d_weight": d_weight, "rows": rows}
+        values: dict[str, Any] = {"d_s": d_s, "d_z": d_z, "s": s, "d_x": d_x, "d_y": d_y}
         values |= {"s_ds": 0 if d_s is None else d_s.stride(0), "s_dz": d_z.stride(0)}
-        values |= {**norm_of(inputs, size), "each": each, "SUM": d_s is not None}
+        values |= {"d_weight": d_weight, "rows": rows, "each": each, "SUM": d_s is not None}
+        values |= norm_of(inputs, size)
         # A warp that waits for no other asks for its next row sooner.
         values |= {"num_warps": 2} if size <= 1024 else {}
         launch(residual_norm_backward_kernel, (programs, 1, 1), values)
-    return d_x, sum_of_parts(d_weight, inputs.weight)
+    return d_x, sum_of_parts(d_weight, inputs.weight), d_y
 
 
 def norm_of(inputs: ResidualNorm, size: int) -> dict[str, Any]:
