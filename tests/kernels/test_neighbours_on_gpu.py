@@ -19,7 +19,7 @@ from truth import captured, waits_for_nothing
 
 pytestmark = pytest.mark.gpu
 # These cases lay out their tokens, or move their targets, from the host.
-FROM_HOST = "packed", "empty", "few tokens", "padded", "three", "entropy"
+FROM_HOST = "packed", "empty", "few tokens", "padded", "three", "entropy", "embedding"
 
 
 @pytest.mark.parametrize("name", MAKERS)

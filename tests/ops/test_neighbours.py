@@ -168,6 +168,8 @@ def test_opcheck(name) -> None:
 
 @each("conv, packed", "norm", "residual norm", "swiglu", "head decay and step", "cross entropy")
 def test_compiles_without_a_break(device, make) -> None:
+    if make is embedding:
+        pytest.skip("a compiled model calls PyTorch's")
     torch._dynamo.reset()
     case = make()
     tensors = {name: x.to(device) for name, x in case.tensors.items()}

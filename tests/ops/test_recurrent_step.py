@@ -73,9 +73,10 @@ def test_steps_equal_the_operator(place, kind, sizes) -> None:
     assert_close(state, expected.final_state, dtype=place.dtype)
 
 
+@pytest.mark.parametrize("key_size", [8, 40, 128])
 @pytest.mark.parametrize("kind", FEW)
-def test_tiles_of_more_rows_change_no_bits(place, kind, monkeypatch) -> None:
-    case, _ = drawn(place, kind, value_size=11, tokens=3)
+def test_tiles_of_more_rows_change_no_bits(place, kind, key_size, monkeypatch) -> None:
+    case, _ = drawn(place, kind, key_size=key_size, value_size=11, tokens=3)
     states = []
     for held in (2**30, 0):
         monkeypatch.setattr(triton_step, "HELD", held)

@@ -201,7 +201,9 @@ def recurrent_step(step: Step) -> Tensor:
     rule = inputs.decay, inputs.erase, inputs.normalize_qk, form, maps.beta_max is not None
     places = indices is not None, states is not None, slots, below
     programs = -(-value_size // FEW) * value_heads * batch
-    single = inputs.n_steps == 1 and state.dtype.itemsize == 4
+    # Tiles of fewer keys, and what a free erase adds, are summed in another order with more rows.
+    alike = inputs.erase != "free" and inputs.q.shape[3] > 16
+    single = alike and inputs.n_steps == 1 and state.dtype.itemsize == 4
     many = single and programs > HELD * multiprocessors(state.device)
     values = *sizes, *rule, *places, (rows := MANY if many else FEW)
     early = indices is None and cu_seqlens is None and read_early(state)
