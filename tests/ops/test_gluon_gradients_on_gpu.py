@@ -116,7 +116,7 @@ def test_gradients_in_one_place_are_added_to_and_clipped_one_by_one(kind) -> Non
         assert torch.equal(leaves[name].grad, others[name].grad)
 
 
-# The leaves had gradients on another stream before.
+# What PyTorch imports within the first call keeps its graph until garbage is collected.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_graphs_of_one_pass_are_replayed_alone(kind) -> None:
     drawn = drawn_of(kind, batch=2, normalize_qk=True)
