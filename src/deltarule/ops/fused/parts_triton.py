@@ -51,9 +51,9 @@ def pick_all(i_s, of_0, of_1, of_2):
     return picked
 
 
-def numbered(each: list[dict[str, Any]], size: str) -> dict[str, Any]:
+def numbered(each: list[dict[str, Any]], size: str, most: int = 3) -> dict[str, Any]:
     """The arguments of a kernel by name and number; tensors that are not there have no columns."""
-    filled = [*each, *[{**each[0], size: 0}] * (3 - len(each))]
+    filled = [*each, *[{**each[0], size: 0}] * (most - len(each))]
     return {f"{name}_{i}": x for i, own in enumerate(filled) for name, x in own.items()}
 
 

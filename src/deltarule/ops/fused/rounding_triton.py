@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltarule.ops.fused.parts_triton import numbered, pick
 from deltarule.ops.runtime.named import launch
 from deltarule.ops.runtime.replay import Recorded
 from deltarule.ops.runtime.sizes import cdiv
@@ -36,9 +37,8 @@ MOST = len(Weights._fields)
 
 
 @triton.jit
-def pick(i, of_0, of_1, of_2, of_3, of_4, of_5):
-    low = tl.where(i == 2, of_2, tl.where(i == 1, of_1, of_0))
-    return tl.where(i == 5, of_5, tl.where(i == 4, of_4, tl.where(i == 3, of_3, low)))
+def pick_of_six(i, of_0, of_1, of_2, of_3, of_4, of_5):
+    return tl.where(i < 3, pick(i, of_0, of_1, of_2), pick(i - 3, of_3, of_4, of_5))
 
 
 @triton.jit
@@ -48,8 +48,10 @@ def rounding_kernel(
 ):  # fmt: skip
     """BLOCK of the n numbers of a weight, from place s of out on, and zeros up to the next."""
     i = tl.program_id(1)
-    w, n = pick(i, w_0, w_1, w_2, w_3, w_4, w_5), pick(i, n_0, n_1, n_2, n_3, n_4, n_5)
-    s, after = pick(i, s_0, s_1, s_2, s_3, s_4, s_5), pick(i, s_1, s_2, s_3, s_4, s_5, end)
+    w = pick_of_six(i, w_0, w_1, w_2, w_3, w_4, w_5)
+    n = pick_of_six(i, n_0, n_1, n_2, n_3, n_4, n_5)
+    s = pick_of_six(i, s_0, s_1, s_2, s_3, s_4, s_5)
+    after = pick_of_six(i, s_1, s_2, s_3, s_4, s_5, end)
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_w = tl.load(w + o, mask=o < n, other=0.0)
     tl.store(out + s + o, b_w.to(out.dtype.element_ty), mask=o < after - s)
@@ -62,9 +64,7 @@ def rounded(weights: Weights, dtype: torch.dtype, *lengths: int) -> tuple[Tensor
     starts = [sum(lengths[:i]) for i in range(MOST + 1)]
     out = torch.empty(starts[-1], dtype=dtype, device=given[0].device)
     values: dict[str, Any] = {f"s_{i}": start for i, start in enumerate(starts[:-1])}
-    for i in range(MOST):
-        w = given[i] if i < len(given) else given[0]
-        values |= {f"w_{i}": w, f"n_{i}": w.numel()}
+    values |= numbered([{"w": weight, "n": weight.numel()} for weight in given], "n", MOST)
     values |= {"end": starts[-1], "out": out, **OPTIONS}
     if starts[-1]:
         launch(rounding_kernel, (cdiv(max(lengths), OPTIONS["BLOCK"]), len(given), 1), values)
