@@ -13,9 +13,9 @@ promised("triton")
 
 from deltarule.doctor import chunked
 from deltarule.ops.delta_rule import definition
-from deltarule.ops.delta_rule.gluon import channel_stage, gradient_stage, stage
+from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.gluon.channel_memory import RANGE
-from deltarule.ops.delta_rule.triton.passes import keep
+from deltarule.ops.delta_rule.triton.passes import keep, kept_shapes
 from deltarule.ops.delta_rule.triton.plan import Call, new_plan
 from deltarule.ops.delta_rule.triton.tiles import BETA
 from gluon_interpreter import Machine, Memory, interpret_launches
@@ -189,8 +189,7 @@ def saved_of(case: Case, seed: int = 0) -> Call:
     inputs = inputs_of(case)
     call = Call(inputs, new_plan(inputs))
     keep(call, True).fill_(torch.nan)
-    names = channel_stage.MOVED + channel_stage.KEPT
-    call.saved = [name for name in names if call[name] is not None]
+    call.saved = [*kept_shapes(call, True)]
     stage.forward(call, True)
     return call
 
@@ -299,9 +298,9 @@ def test_whatever_the_order_of_events_the_bits_are_the_same(
     decay, chunks, slots, monkeypatch
 ) -> None:
     size = 64 if chunks > 3 and decay == "head" else 128
-    config = stage.CONFIGURATIONS[size, size]._replace(slots=slots)
-    monkeypatch.setitem(stage.CONFIGURATIONS, (size, size), config)
-    monkeypatch.setattr(channel_stage, "SLOTS", slots)
+    of = "channel" if decay == "channel" else (size, size)
+    config = stage.CONFIGURATIONS[of]._replace(slots={"tied": slots, "none": slots})
+    monkeypatch.setitem(stage.CONFIGURATIONS, of, config)
     erase = "none" if chunks == 5 and decay == "channel" else "tied"
     sizes = {"value_heads": 1, "key_size": size, "value_size": size}
     sizes |= {"tokens": 64 * chunks} if chunks else {"lengths": (0, 5)}

@@ -18,11 +18,10 @@ from torch import Tensor
 from deltarule.ops.delta_rule.gluon import stage
 from deltarule.ops.delta_rule.gluon.backward import fused_backward_kernel
 from deltarule.ops.delta_rule.gluon.channel_gradients import channel_gradients_kernel
-from deltarule.ops.delta_rule.gluon.channel_stage import SIZES as CHANNEL_SIZES
-from deltarule.ops.delta_rule.gluon.channel_stage import in_rows
 from deltarule.ops.delta_rule.gluon.gradients import fused_gradients_kernel
 from deltarule.ops.delta_rule.gluon.memory import CHUNK
 from deltarule.ops.delta_rule.gluon.stage import (
+    CHANNEL_SIZES,
     HOPPER,
     architecture_at,
     has_tensor_memory,
@@ -30,12 +29,12 @@ from deltarule.ops.delta_rule.gluon.stage import (
     of_heads,
     of_states,
     padded,
-    strides,
     up_to_ends,
 )
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import gradients
 from deltarule.ops.delta_rule.triton.gradients import scan_back_has_values
+from deltarule.ops.delta_rule.triton.passes import piece
 from deltarule.ops.delta_rule.triton.plan import MOST_WAVES, WHOLE, Call, Shapes, Window, stretches
 from deltarule.ops.runtime.gluon_tiles import FusedLaunch
 from deltarule.ops.runtime.launch import Launch, multiprocessors
@@ -190,26 +189,34 @@ def rows_are_cut(call: Call) -> bool:
 def add_gradients(call: Call, own: Mapping[str, Tensor], window: Window = WHOLE) -> None:
     """Launch the kernel on the chunks of a window; dv, too, if the scan back has left it."""
     inputs, tied = call.inputs, call.inputs.beta is not None
-    batch, tokens, heads, _ = inputs.q.shape
-    # Packed sequences have one row of chunks.
-    all_chunks = call.plan.chunks if inputs.cu_seqlens is not None else -(-tokens // CHUNK.value)
+    all_chunks = call.plan.chunks // rows_of_chunks(inputs)
     own_chunks = window.chunks or all_chunks
     before = (window.number or 0) * own_chunks
     chunks = min(own_chunks, all_chunks - before)
-    errors = own.get("errors", call["errors"]) if tied else inputs.v
-    x = own.get("d_errors", call["d_v"]) if tied else inputs.v
-    d_v = inputs.v if scan_back_has_values(call) else call["d_v"]
-    given = (
-        inputs.q, inputs.k, call["d_o"], errors, x, own.get("states", call["states"]),
-        own.get("d_states", call["d_q"]), call["d_k"], call["d_q"], call["d_k"], d_v,
-        call["scalings"], norms_of(call), call["chunk_decay"], call["d_beta"], inputs.log_decay,
-        call["d_log_decay"], *offsets(inputs), inputs.scale, batch * chunks * heads, heads, chunks,
-        before, own_chunks, all_chunks, tokens, *strides(inputs.log_decay),
-    )  # fmt: skip
-    programs = min(multiprocessors(inputs.q.device), batch * chunks * heads)
+    given = {
+        "errors": own.get("errors", call["errors"]) if tied else inputs.v,
+        "d_errors": own.get("d_errors", call["d_v"]) if tied else inputs.v,
+        "states": own.get("states", call["states"]), "upper": own.get("d_states", call["d_q"]),
+        "lower": call["d_k"], "d_v": inputs.v if scan_back_has_values(call) else call["d_v"],
+        "before": before, "own_chunks": own_chunks, "all_chunks": all_chunks,
+    }  # fmt: skip
     kept, d_is_lent = "states" not in own, "d_states" not in own
     launch = call.once(gradients_launch, kept, tied and "d_errors" not in own, d_is_lent)
-    launch((programs, 1, 1), *given)
+    run_pairs(call, launch, chunks, given)
+
+
+def run_pairs(call: Call, launch: Launch, chunks: int, own: dict[str, Any]) -> None:
+    """Launch programs that share the pairs of so many chunks of every row and the key heads."""
+    inputs = call.inputs
+    pairs = rows_of_chunks(inputs) * chunks * call["heads"]
+    own |= {"norms": norms_of(call), "pairs": pairs, "chunks": chunks}
+    own["sequences"] = None if inputs.cu_seqlens is None else inputs.sequences
+    call.run(launch, (min(multiprocessors(inputs.q.device), pairs), 1, 1), own)
+
+
+def rows_of_chunks(inputs: Inputs) -> int:
+    """Rows of the batch; packed sequences have one row of chunks."""
+    return 1 if inputs.cu_seqlens is not None else inputs.q.shape[0]
 
 
 def gradients_launch(call: Call, kept: bool, x_is_lent: bool, d_is_lent: bool) -> Launch:
@@ -228,18 +235,10 @@ def gradients_launch(call: Call, kept: bool, x_is_lent: bool, d_is_lent: bool) -
 
 def backward(call: Call, d_end: Tensor | None) -> None:
     """Launch the whole backward, from the gradients by the states at the ends of the stretches."""
-    inputs = call.inputs
-    heads, tokens = inputs.q.shape[2], inputs.q.shape[1]
-    given = (
-        inputs.q, inputs.k, call["d_o"], inputs.v if inputs.beta is None else call["errors"],
-        call["states"], call["lower_states"], call["scores"], call["corrections"], call["d_q"],
-        call["d_k"], call["d_v"], call["scalings"], norms_of(call), call["chunk_decay"],
-        call["d_beta"], inputs.log_decay, call["d_log_decay"], d_end, call["d_initial"],
-        inputs.cu_seqlens, inputs.scale, heads, call.plan.per_segment, tokens,
-        *strides(inputs.log_decay),
-    )  # fmt: skip
-    launch = call.once(backward_launch, bool(call["lends"]))
-    launch((stretches(inputs, call.plan) * heads, 1, 1), *given)
+    errors = call.inputs.v if call.inputs.beta is None else call["errors"]
+    own = {"errors": errors, "norms": norms_of(call), "d_final": d_end}
+    programs = stretches(call.inputs, call.plan) * call["heads"]
+    call.run(call.once(backward_launch, bool(call["lends"])), (programs, 1, 1), own)
 
 
 def backward_launch(call: Call, lends: bool) -> Launch:
@@ -256,32 +255,19 @@ def backward_launch(call: Call, lends: bool) -> Launch:
 
 def channel_gradients(call: Call) -> None:
     """Launch that with a decay per channel: every gradient but that by v."""
-    inputs, tied = call.inputs, call.inputs.beta is not None
+    inputs = call.inputs
     assert inputs.log_decay is not None
-    batch, tokens, heads, _ = inputs.q.shape
-    # Packed sequences have one row of chunks.
-    rows = 1 if inputs.cu_seqlens is not None else batch
-    pairs, chunks = call.plan.chunks * heads, call.plan.chunks // rows
-    errors = (call["errors"], call["d_errors"]) if tied else (inputs.v, inputs.v)
-    given = (
-        inputs.q, inputs.k, call["d_o"], *errors, call["states"], call["d_states"],
-        in_rows(inputs.log_decay), call["d_q"], call["d_k"], call["d_log_decay"], call["scalings"],
-        norms_of(call), call["d_beta"], *offsets(inputs), inputs.scale, pairs, heads, chunks,
-        tokens,
-    )  # fmt: skip
-    programs = min(multiprocessors(inputs.q.device), pairs)
-    call.once(channel_launch)((programs, 1, 1), *given)
+    own = {"log_decay": piece(inputs.log_decay).float()}
+    if inputs.beta is None:
+        own |= {"errors": inputs.v, "d_errors": inputs.v}
+    chunks = call.plan.chunks // rows_of_chunks(inputs)
+    run_pairs(call, call.once(channel_launch), chunks, own)
 
 
 def channel_launch(call: Call) -> Launch:
     of_state = of_states(call.inputs, [*CHANNEL_SIZES[::-1]])
     tiles, others = dict.fromkeys(("states", "d_states"), of_state), OTHERS_OF_CHANNELS
     return launch_of(channel_gradients_kernel, call, CHANNEL_SIZES, tiles, {"REGISTERS": others})
-
-
-def offsets(inputs: Inputs) -> tuple[Tensor | None, int | None]:
-    packed = inputs.cu_seqlens is not None
-    return inputs.cu_seqlens, inputs.sequences if packed else None
 
 
 def launch_of(

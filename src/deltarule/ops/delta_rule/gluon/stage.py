@@ -11,11 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deltarule.ops.delta_rule.gluon.channel_forward import channel_forward_kernel
 from deltarule.ops.delta_rule.gluon.forward import forward_kernel
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, straight
 from deltarule.ops.delta_rule.gluon.norms import inverse_norms_kernel
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.passes import compiled_first, contiguous, keep, kept_layout
+from deltarule.ops.delta_rule.triton.passes import (
+    compiled_first,
+    contiguous,
+    keep,
+    kept_layout,
+    piece,
+)
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, Shapes, blocks, make_plan
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture, power_of_two
 from deltarule.ops.dispatch import constant_when_compiled
@@ -32,8 +39,8 @@ BLACKWELL = 100
 class Configuration(NamedTuple):
     """Slots and registers by role, and when the kernel pays."""
 
-    # Chunks in shared memory; where nothing is erased a chunk is soon done with, and one more pays.
-    slots: int
+    # Chunks in shared memory, by erase: where there is none a chunk is soon done with.
+    slots: dict[str, int]
     # Registers of a thread, on average.
     average: int
     # Of the second state role; the first has what the others leave.
@@ -46,19 +53,18 @@ class Configuration(NamedTuple):
     filled: float
 
 
-# By keys and values of tiles. Fewer registers for the state roles put every product of the kernel
-# in series.
+# By keys and values of tiles, and of decays per channel. Fewer registers for the state roles put
+# every product of the kernel in series.
 CONFIGURATIONS = {
-    (128, 128): Configuration(3, average=128, state=200, score=88, others=24, filled=0.6),
-    (64, 64): Configuration(2, average=128, state=0, score=96, others=32, filled=0.75),
+    (128, 128): Configuration({"tied": 3, "none": 3}, 128, 200, 88, others=24, filled=0.6),
+    (64, 64): Configuration({"tied": 2, "none": 3}, 128, 0, 96, others=32, filled=0.75),
+    "channel": Configuration({"tied": 2, "none": 2}, 128, 192, 104, others=24, filled=0.6),
 }
-SLOTS_WITHOUT_ERASE = 3
+CHANNEL_SIZES = 128, 128
 # Beside the tiles of S and E that are on their way out.
 SLOTS_THAT_SAVE = 2
 # Writes of a token, at most; and that many where it is taken unasked.
 MOST_STEPS, STEPS_TIMED = 2, 2
-# What a backward is saved from computing again.
-KEPT = ("states", "lower_states", "errors", "scores", "corrections", "scalings", "chunk_decay")
 # Channels of a head come in steps of so many: rows of 32 bytes.
 STEP = 16
 # Keys of a head from which on its parts are taken unasked. With fewer, a program of Triton's has
@@ -81,13 +87,6 @@ def why_not(inputs: Inputs) -> str | None:
     return why_not_form(in_parts(inputs))
 
 
-def of_channels() -> Any:
-    """The same of decays per channel, whose launch is like that of this file."""
-    from deltarule.ops.delta_rule.gluon import channel_stage
-
-    return channel_stage
-
-
 @constant_when_compiled
 def architecture_at(index: int) -> int:
     """Ten times the compute capability of a CUDA device."""
@@ -101,18 +100,20 @@ def has_tensor_memory(device: torch.device) -> bool:
 
 def why_not_form(inputs: Inputs) -> str | None:
     """What the fused kernel cannot do on any GPU."""
-    q = inputs.q
+    q, sizes = inputs.q, (inputs.q.shape[3], inputs.v.shape[3])
     if inputs.n_steps > (most := 1 if inputs.by_channel else MOST_STEPS):
         return f"the fused kernel writes {most} times a token at most, got {inputs.n_steps}"
-    if inputs.by_channel:
-        if (reason := of_channels().why_not_form(inputs)) is not None:
-            return reason
-    elif padded(inputs) not in CONFIGURATIONS:
-        known = " or ".join(str(size) for size in CONFIGURATIONS)
+    if inputs.erase == "free":
+        return "the fused kernel has erase none or tied, got a free one"
+    if inputs.by_channel and sizes != CHANNEL_SIZES:
+        return f"the fused kernel of decays per channel has (K, V) = {CHANNEL_SIZES}, got {sizes}"
+    if not inputs.by_channel and padded(inputs) not in CONFIGURATIONS:
         return (
-            f"the fused kernel has (K, V) = {known}, or from 80 to 128 in steps of {STEP}, where V "
-            f"may be equal parts of a head's, got {q.shape[3], inputs.v.shape[3]}"
+            "the fused kernel has (K, V) = (128, 128) or (64, 64), or from 80 to 128 in steps of "
+            f"{STEP}, where V may be equal parts of a head's, got {sizes}"
         )
+    if inputs.by_channel and q.dtype != torch.bfloat16:
+        return f"the fused kernel of decays per channel takes bfloat16 for its range, got {q.dtype}"
     if q.dtype != torch.bfloat16 and (q.dtype != torch.float16 or inputs.beta is not None):
         return (
             "the fused kernel rounds to 16 bits what an erase needs more digits of in float16: it "
@@ -216,11 +217,15 @@ def why_unasked_never(inputs: Inputs) -> str | None:
     return None
 
 
+def configuration(inputs: Inputs) -> Configuration | None:
+    return CONFIGURATIONS.get("channel" if inputs.by_channel else padded(inputs))
+
+
 def fills(inputs: Inputs, processors: int) -> bool:
     """Whether enough of so many multiprocessors have a program in every round of them."""
     programs = inputs.sequences * inputs.v.shape[2]
     rounds = -(-programs // processors)
-    config = CONFIGURATIONS.get(padded(inputs))
+    config = configuration(inputs)
     return config is not None and programs >= config.filled * rounds * processors
 
 
@@ -234,15 +239,21 @@ def place_in_order(inputs: Inputs) -> str:
     return "can run; triton comes first, and its own kernels are faster for so few heads and rows"
 
 
+class ForwardLaunch(FusedLaunch):
+    """Rows of log decays lie one after the other."""
+
+    def layout(self, name: str, rank: int, bits: int) -> Any:
+        return straight(rank, bits) if name == "decays" else super().layout(name, rank, bits)
+
+
 def forward_launch(call: Call, save: bool, lends: bool) -> Launch:
-    inputs = call.inputs
+    inputs, channels = call.inputs, call.inputs.by_channel
     _, tokens, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
-    keys, values = padded(inputs)
-    config = CONFIGURATIONS[keys, values]
-    slots = SLOTS_WITHOUT_ERASE if inputs.erase == "none" else config.slots
-    slots = min(slots, SLOTS_THAT_SAVE) if save else slots
-    packed = inputs.cu_seqlens is not None
+    (keys, values), config = padded(inputs), configuration(inputs)
+    assert config is not None
+    slots = config.slots[inputs.erase]
+    packed, tied = inputs.cu_seqlens is not None, inputs.beta is not None
     rows, part = CHUNK.value, VALUES.value
     queries = rows // inputs.n_steps
     tiles = {
@@ -251,29 +262,32 @@ def forward_launch(call: Call, save: bool, lends: bool) -> Launch:
         "v": of_heads(value_heads, value_size, [rows, part]),
         "o": of_heads(value_heads, value_size, [queries, part]),
     }
+    if channels:
+        tiles["decays"] = of_heads(value_heads, key_size, [rows, keys])
     ends = "ragged" if packed or tokens % queries else "whole"
     tiles = up_to_ends(tiles, ends)
     if save:
-        # With an erase two state roles leave their shares of the rows of P.
-        share = rows // (values // part) if inputs.beta is not None else rows
+        # Where state roles make P, they leave their shares of its rows.
+        share = rows // (values // part) if tied or channels else rows
         half = (heads * keys, [part, keys]) if lends else of_states(inputs, [part, keys])
         width = value_heads * value_size if lends else value_size
         saved = {
-            "states": half, "lower_states": half, "errors": (width, [rows, part]),
-            "scores": (rows, [share, rows]), "corrections": (rows, [rows, rows]),
-        }  # fmt: skip
+            "errors": (width, [rows, part]), "scores": (rows, [share, rows]),
+            "corrections": (rows, [rows, rows]),
+        } | ({} if channels else {"states": half, "lower_states": half})  # fmt: skip
         tiles |= {name: tile for name, tile in saved.items() if call[name] is not None}
     constants = {
         "K": keys, "V": values, "KEYS": key_size, "WIDTH": value_size, "STEPS": inputs.n_steps,
-        "PER_GATE": inputs.per_gate, "SLOTS": slots,
-        "DECAY": inputs.log_decay is not None, "TIED": inputs.beta is not None,
+        "PER_GATE": inputs.per_gate, "SLOTS": min(slots, SLOTS_THAT_SAVE) if save else slots,
+        "DECAY": inputs.log_decay is not None, "TIED": tied,
         "UNIT": inputs.normalize_qk, "PACKED": packed, "ENDS": ends,
         "SAVE": save, "TENSOR": has_tensor_memory(inputs.q.device),
         "STATE_REGISTERS": config.state,
         "SCORE_REGISTERS": config.score, "REGISTERS": config.others,
-        "num_warps": 4, "maxnreg": config.average,
     }  # fmt: skip
-    return FusedLaunch(forward_kernel, constants, tiles)
+    kernel = channel_forward_kernel if channels else forward_kernel
+    constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
+    return ForwardLaunch(kernel, constants | {"num_warps": 4, "maxnreg": config.average}, tiles)
 
 
 def up_to_ends(tiles: dict[str, Any], ends: str) -> dict[str, Any]:
@@ -329,20 +343,15 @@ def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
 
     `save`: what the call has buffers for is left there for a backward.
     """
-    if call.inputs.by_channel:
-        return of_channels().forward(call, save)
-    inputs, scale = call.inputs, call.inputs.scale
-    q, k, v, value_heads = inputs.q, inputs.k, inputs.v, inputs.v.shape[2]
-    norms = norms_of(call)
-    o, final = call.empty(call.given.output_shape, v.dtype), call.empty(call.given.state_shape)
-    kept = [call[name] if save else None for name in KEPT]
-    given = (
-        q, k, v, o, *kept, inputs.log_decay, inputs.beta, norms, inputs.cu_seqlens,
-        inputs.initial_state, final, scale, math.log2(scale), *q.shape[1:3], value_heads,
-        *strides(inputs.log_decay), *strides(inputs.beta),
-    )  # fmt: skip
+    inputs, norms = call.inputs, norms_of(call)
+    o = call.empty(call.given.output_shape, inputs.v.dtype)
+    final = call.empty(call.given.state_shape)
+    own = {"o": o, "final_state": final, "norms": norms, "log_scale": math.log2(inputs.scale)}
+    if inputs.by_channel and inputs.log_decay is not None:
+        own |= dict.fromkeys(("decays", "log_decay"), piece(inputs.log_decay).float())
+        own |= {"q_rows": inputs.q, "k_rows": inputs.k}
     launch = call.once(forward_launch, save, bool(call["lends"]))
-    launch((inputs.sequences * value_heads, 1, 1), *given)
+    call.run(launch, (inputs.sequences * inputs.v.shape[2], 1, 1), own)
     return o, final
 
 
@@ -372,8 +381,3 @@ def whole_forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs and final state for impl="gluon"; nothing is saved for the backward, ever."""
     o, final = recorded_forward(inputs)
     return o, final, final.new_empty(0, *final.shape[1:])
-
-
-def strides(x: Tensor | None) -> tuple[int, ...]:
-    """Of batch, time and head; zeros for None."""
-    return (0, 0, 0) if x is None else x.stride()[:3]

@@ -198,8 +198,9 @@ def arguments(inputs: Inputs, plan: Plan) -> dict[str, Any]:
         # One number of a head is repeated in place.
         log_decay = log_decay.unsqueeze(-1).expand(*log_decay.shape, key_size)
     given = inputs._replace(log_decay=log_decay)._asdict()
-    given |= {"T": inputs.q.shape[1], "N": inputs.sequences, "chunks": plan.chunks}
-    given["per_segment"] = plan.per_segment
+    given |= {"T": inputs.q.shape[1], "N": inputs.sequences, "heads": plan.sizes["H"]}
+    given |= {"chunks": plan.chunks, "per_segment": plan.per_segment}
+    given["value_heads"] = plan.sizes["HV"]
     names = "s_beta_b", "s_beta_t", "s_beta_h", "s_decay_b", "s_decay_t", "s_decay_h", "s_decay_k"
     beta = (0, 0, 0) if inputs.beta is None else inputs.beta.stride()
     decay = (0, 0, 0, 0) if log_decay is None else (*log_decay.stride(), 0)
@@ -267,16 +268,17 @@ class Call:
             all_of_it = {**self.once(constants), **self.values, **own}
             all_of_it["S"] = Sizes(*map(all_of_it.get, Sizes._fields))
             if missing := {*asked, *known} - {*all_of_it, *CHOICES, *Sizes._fields}:
-                raise TypeError(
-                    f"a kernel asks for {sorted(missing)}, which this call does not have"
-                )
+                raise TypeError(f"a kernel asks for {sorted(missing)}, which the call has not")
             names = *kernel.arg_names[len(asked) :], *CHOICES
             fixed = {name: all_of_it[name] for name in names if name in all_of_it}
             tiles = fetched(all_of_it) if fetched and all_of_it["TMA"] else None
             found = self.plan.made[key] = Launch(kernel, fixed, tiles)
-        values = self.values
-        given = tuple([own[name] if name in own else values[name] for name in asked])
-        found(grid, *given)
+        self.run(found, grid, own)
+
+    def run(self, launch: Launch, grid: Grid, own: Mapping[str, Any]) -> None:
+        """Launch on the values that the kernel's parameters name; those in `own` go first."""
+        asked, values = parameters(launch.kernel)[0], self.values
+        launch(grid, *[own[name] if name in own else values.get(name) for name in asked])
 
 
 def constants(call: Call) -> dict[str, Any]:
