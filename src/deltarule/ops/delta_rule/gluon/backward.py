@@ -29,7 +29,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deltarule.ops.delta_rule.gluon.gradient_memory import (
-    Form,
+    BARE_WRITES,
+    BETAS,
+    ERASES,
+    FACTORS,
+    KEY_NORM,
+    OF_HELD,
+    OF_KEYS,
+    OF_QUERIES,
+    OF_WRITES,
+    QUERY_NORM,
+    READS,
+    WRITES,
     Pair,
     Tiles,
     halves,
@@ -48,22 +59,8 @@ from deltarule.ops.delta_rule.gluon.gradients import (
     sums_of_halves,
 )
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds, there_of_state
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form, packed_bounds, there_of_state
 from deltarule.ops.delta_rule.gluon.movers import load, store
-from deltarule.ops.delta_rule.gluon.which import (
-    BARE_WRITES,
-    BETAS,
-    ERASES,
-    FACTORS,
-    KEY_NORM,
-    OF_HELD,
-    OF_KEYS,
-    OF_QUERIES,
-    OF_WRITES,
-    QUERY_NORM,
-    READS,
-    WRITES,
-)
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
 
 # What is there, and what may be overwritten.

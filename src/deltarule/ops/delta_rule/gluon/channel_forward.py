@@ -19,17 +19,15 @@ from triton.experimental.gluon import language as gl
 
 from deltarule.ops.delta_rule.gluon.channel_gates import channel_gate_role
 from deltarule.ops.delta_rule.gluon.channel_memory import (
-    ChannelForm,
     ChannelSaved,
     new_channel_barriers,
     new_channel_tiles,
 )
-from deltarule.ops.delta_rule.gluon.channel_movers import channel_load_role
 from deltarule.ops.delta_rule.gluon.channel_score import channel_score_role
 from deltarule.ops.delta_rule.gluon.channel_state import channel_state_role
-from deltarule.ops.delta_rule.gluon.forward import place_of
+from deltarule.ops.delta_rule.gluon.forward import first_gate, own_states, place_of
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, Form
-from deltarule.ops.delta_rule.gluon.movers import store_role
+from deltarule.ops.delta_rule.gluon.movers import channel_load_role, store_role
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers
 
 GENERAL = ["T", "s_beta_b", "s_beta_t", "s_beta_h"]
@@ -54,20 +52,12 @@ def channel_forward_kernel(
     place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED, CHUNK)
     tiles = new_channel_tiles(q.dtype, K, PARTS, SLOTS, TIED)
     barriers = new_channel_barriers(PARTS, SLOTS, TIED)
-    state = (sequence * value_heads + place.value_head).to(gl.int64) * (V * K)
-    final_state += state
     INITIAL: gl.constexpr = initial_state is not None
-    if INITIAL:
-        initial_state += state
-    else:
-        initial_state = final_state
-    # Packed sequences share one row of the batch.
-    row, token = sequence, place.start * 0
-    if PACKED:
-        row, token = sequence * 0, place.start
+    initial_state, final_state = own_states(initial_state, final_state, place, sequence, V * K)
     log_decay += (place.start * value_heads + place.value_head) * K
     if TIED:
-        beta += row.to(gl.int64) * s_beta_b + token * s_beta_t + place.value_head * s_beta_h
+        row, token = first_gate(place, sequence, PACKED)
+        beta += row * s_beta_b + token * s_beta_t + place.value_head * s_beta_h
     else:
         beta = final_state
     keys = place.start * heads + place.key_head
@@ -76,7 +66,7 @@ def channel_forward_kernel(
         q_norm = norms + keys * 2
         k_norm = q_norm + 1
     barrier()
-    FORM: gl.constexpr = ChannelForm(TIED, INITIAL, UNIT, False, False, SAVE)
+    FORM: gl.constexpr = Form(TIED, False, False, ENDS, NORMS=UNIT, INITIAL=INITIAL, SAVE=SAVE)
     saved = final_state
     if SAVE:
         if not TIED:
@@ -85,7 +75,6 @@ def channel_forward_kernel(
             errors, scores, corrections, states, decayed_q, erase, write, scalings, chunk_decay,
             fast_rows,
         )  # fmt: skip
-    MOVED: gl.constexpr = Form(True, TIED, UNIT, INITIAL, False, False, False, 1, 1, K, V, ENDS)
     own = tiles, barriers, place, saved
     gates = log_decay, beta, q_norm, k_norm, value_heads * K, s_beta_t, heads * 2
     # Rows are counted from the sequence's start on, in 64 bits.
@@ -97,8 +86,8 @@ def channel_forward_kernel(
             (channel_state_role, (own, states, 0, PARTS, K, SLOTS, FORM)),
             (channel_state_role, (own, states, 1, PARTS, K, SLOTS, FORM)),
             (channel_score_role, (own, given, scale, K, SLOTS, FORM)),
-            (channel_load_role, (own, (q, k, v), decays, K, PARTS, SLOTS, MOVED)),
-            (store_role, (own, o, PARTS, MOVED)),
+            (channel_load_role, (own, (q, k, v), decays, K, PARTS, SLOTS, FORM)),
+            (store_role, (own, o, PARTS, False, FORM)),
             (channel_gate_role, (own, gates, 0, K, SLOTS, FORM)),
             (channel_gate_role, (own, gates, 1, K, SLOTS, FORM)),
         ],

@@ -40,7 +40,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from deltarule.ops.delta_rule.gluon.channel_memory import SHIFT, UNSHIFT
 from deltarule.ops.delta_rule.gluon.gates import LOG2_E, add
 from deltarule.ops.delta_rule.gluon.gradient_memory import (
-    Form,
+    ERASES,
+    FACTORS,
+    READS,
+    WRITES,
     Work,
     halves,
     pair_of,
@@ -54,9 +57,8 @@ from deltarule.ops.delta_rule.gluon.gradients import (
     store_beta_gradient,
 )
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, four, joined
-from deltarule.ops.delta_rule.gluon.memory import CHUNK
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form
 from deltarule.ops.delta_rule.gluon.movers import load, store
-from deltarule.ops.delta_rule.gluon.which import ERASES, FACTORS, READS, WRITES
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
 
 # Rows and channels that a lane adds up together: the rows of a tile are swizzled by eights.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, PLAIN_3D
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, PLAIN_3D, new_identity
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, GATES, VALUES, straight
 from deltarule.ops.runtime.gluon_tiles import new_barrier, square
 
@@ -101,20 +101,6 @@ class ChannelSaved(NamedTuple):
     fast_rows: Any
 
 
-class ChannelForm(NamedTuple):
-    """What a call has. DECAY and UNIT are what score.py asks for, of tiles that are scaled already.
-
-    SAVE: what a backward asks for is left, too.
-    """
-
-    TIED: bool
-    INITIAL: bool
-    NORMS: bool
-    DECAY: bool
-    UNIT: bool
-    SAVE: bool
-
-
 @gluon.jit
 def new_channel_tiles(
     dtype: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
@@ -140,11 +126,7 @@ def new_channel_tiles(
         t = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], SQUARE)
         more = near_low.index(0)._reinterpret(gl.float16, [2, 4, 16, 16], PLAIN_3D)
         blocks, scaled = more.index(0), more.index(1)
-        identity = gl.allocate_shared_memory(gl.float32, [16, 16], PLAIN)
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
-        row = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
-        column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
-        identity.store(gl.where(row == column, 1.0, 0.0))
+        identity = new_identity()
     return ChannelTiles(
         q, k, v, t, p, near, near_low, write, o, decays, ends, fast, gates, rows, own, blocks,
         scaled, identity,

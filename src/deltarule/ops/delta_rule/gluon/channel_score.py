@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deltarule.ops.delta_rule.gluon.channel_copies import leave_copies
 from deltarule.ops.delta_rule.gluon.channel_exact import leave_exact
 from deltarule.ops.delta_rule.gluon.channel_memory import (
     RANGE,
@@ -24,7 +23,7 @@ from deltarule.ops.delta_rule.gluon.channel_memory import (
     for_inverse,
     of_chunk,
 )
-from deltarule.ops.delta_rule.gluon.channel_pairs import ONE
+from deltarule.ops.delta_rule.gluon.channel_pairs import ONE, leave_copies
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, below, invert
 from deltarule.ops.delta_rule.gluon.memory import BLOCK, CHUNK, product
 from deltarule.ops.delta_rule.gluon.products import score_places

@@ -19,9 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deltarule.ops.delta_rule.gluon.channel_copies import leave_copies
 from deltarule.ops.delta_rule.gluon.channel_memory import UNSHIFT, decays_of, of_chunk
-from deltarule.ops.delta_rule.gluon.channel_pairs import leave_scores
+from deltarule.ops.delta_rule.gluon.channel_pairs import leave_copies, leave_scores
 from deltarule.ops.delta_rule.gluon.memory import (
     BETA,
     CHUNK,

@@ -9,7 +9,7 @@ side, each as far ahead as the slots of shared memory let it:
                           ^                 |
                           +---- empty ------+
 
-Norms of q and k come from a kernel before (norms.py). Each file has a role, with its equations.
+Norms of q and k come from a kernel before (stage.py). Each file has a role, with its equations.
 Everything is read once, and nothing is written but o and the final state.
 """
 
@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from deltarule.ops.delta_rule.gluon.gates import gate_role
-from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, PLAIN_3D
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN_1D, PLAIN_3D, new_identity
 from deltarule.ops.delta_rule.gluon.memory import (
     BLOCKS,
     CHUNK,
@@ -55,6 +55,28 @@ def place_of(cu_seqlens, T, heads, value_heads, PACKED: gl.constexpr, QUERIES: g
 
 
 @gluon.jit
+def own_states(initial_state, final_state, place, sequence, SIZE: gl.constexpr):
+    """Those of this program; for an initial state that is not there the other, which nobody
+    reads."""
+    state = (sequence * place.value_heads + place.value_head).to(gl.int64) * SIZE
+    final_state += state
+    if initial_state is None:
+        found = final_state, final_state
+    else:
+        found = initial_state + state, final_state
+    return found
+
+
+@gluon.jit
+def first_gate(place, sequence, PACKED: gl.constexpr):
+    """Row of the batch and token of a sequence's gates: packed sequences share one row."""
+    row, token = sequence, place.start * 0
+    if PACKED:
+        row, token = sequence * 0, place.start
+    return row.to(gl.int64), token
+
+
+@gluon.jit
 def new_tiles(
     dtype: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
     QUERIES: gl.constexpr, TIED: gl.constexpr, SAVE: gl.constexpr,
@@ -81,11 +103,7 @@ def new_tiles(
         blocks = gl.allocate_shared_memory(gl.float16, [4, 16, 16], PLAIN_3D)
         scaled = gl.allocate_shared_memory(gl.float16, [4, 16, 16], PLAIN_3D)
         before = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCKS * CHUNK], PLAIN_1D)
-        identity = gl.allocate_shared_memory(gl.float32, [16, 16], PLAIN)
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
-        row = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
-        column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
-        identity.store(gl.where(row == column, 1.0, 0.0))
+        identity = new_identity()
     return Tiles(
         q, k, v, t, p, o, saved, errors, gates, sums, before, rows, own, blocks, scaled, identity,
     )  # fmt: skip
@@ -132,28 +150,24 @@ def forward_kernel(
     if PARTS == 2:
         other = state_places(dtype, K, QUERIES, QUERIES // PARTS, TIED, TENSOR)
     of_scores = score_places(QUERIES, TIED, TENSOR)
-    state = (sequence * value_heads + place.value_head).to(gl.int64) * (WIDTH * KEYS)
-    final_state += state
     INITIAL: gl.constexpr = initial_state is not None
-    if INITIAL:
-        initial_state += state
-    else:
-        initial_state = final_state
-    # Packed sequences share one row of the batch.
-    row, token, gate = sequence, place.start * 0, place.value_head // PER_GATE
-    if PACKED:
-        row, token = sequence * 0, place.start
+    initial_state, final_state = own_states(
+        initial_state, final_state, place, sequence, WIDTH * KEYS
+    )
+    gate = place.value_head // PER_GATE
     if DECAY:
-        log_decay += row.to(gl.int64) * s_decay_b + token * s_decay_t + gate * s_decay_h
+        row, token = first_gate(place, sequence, PACKED)
+        log_decay += row * s_decay_b + token * s_decay_t + gate * s_decay_h
     else:
         log_decay = final_state
     if TIED:
-        beta += row.to(gl.int64) * s_beta_b + token * STEPS * s_beta_t + gate * s_beta_h
+        row, token = first_gate(place, sequence, PACKED)
+        beta += row * s_beta_b + token * STEPS * s_beta_t + gate * s_beta_h
     else:
         beta = final_state
     norm = final_state
     if UNIT:
-        norm = norms + ((row.to(gl.int64) * T + token) * heads + place.key_head) * (1 + STEPS)
+        norm = norms + (place.start * heads + place.key_head) * (1 + STEPS)
     barrier()
     # What is not there is another thing that nobody touches.
     saved = final_state
@@ -172,8 +186,9 @@ def forward_kernel(
             chunk_decay = final_state
         saved = Saved(states, lower_states, errors, scores, corrections, scalings, chunk_decay)
     FORM: gl.constexpr = Form(
-        DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, LENDS, STEPS, PER_GATE, KEYS, WIDTH, ENDS
-    )
+        TIED, DECAY, UNIT, ENDS, STEPS=STEPS, PER_GATE=PER_GATE, KEYS=KEYS, WIDTH=WIDTH,
+        INITIAL=INITIAL, SAVE=SAVE, SCORES=SCORES, LENDS=LENDS,
+    )  # fmt: skip
     own = tiles, barriers, place, saved
     gates = log_decay, beta, norm, s_decay_t, s_beta_t, heads * (1 + STEPS), scale, log_scale
     states = initial_state, final_state, scale
@@ -184,7 +199,7 @@ def forward_kernel(
                 (state_role, (own, states, other, 1, PARTS, K, SLOTS, FORM)),
                 (score_role, (own, scale, of_scores, SLOTS, FORM)),
                 (load_role, (own, (q, k, v), K, PARTS, SLOTS, FORM)),
-                (store_role, (own, o, PARTS, FORM)),
+                (store_role, (own, o, PARTS, SAVE, FORM)),
                 (gate_role, (own, gates, SLOTS, FORM)),
             ],
             [4, 4, 1, 1, 1],
@@ -196,7 +211,7 @@ def forward_kernel(
                 (state_role, (own, states, places, 0, PARTS, K, SLOTS, FORM)),
                 (score_role, (own, scale, of_scores, SLOTS, FORM)),
                 (load_role, (own, (q, k, v), K, PARTS, SLOTS, FORM)),
-                (store_role, (own, o, PARTS, FORM)),
+                (store_role, (own, o, PARTS, SAVE, FORM)),
                 (gate_role, (own, gates, SLOTS, FORM)),
             ],
             [4, 1, 1, 1],

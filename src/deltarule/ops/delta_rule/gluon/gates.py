@@ -2,7 +2,7 @@
 
 A row is a write: with n of them a token, it decays before the first. READ and QUERY_SUM are of
 tokens. With b_i = sum of log2 decay up to row i of the chunk, g = 2^b, and rq = 1 / |q|,
-rk = 1 / |k| with `normalize_qk` (norms.py), else 1:
+rk = 1 / |k| with `normalize_qk` (stage.py), else 1:
 
     READ = scale g rq      BETA = beta      ERASE = beta g rk      WRITE = 2^(b_end - b) rk
     END = 2^b_end          QUERY_SUM = b + log2(scale rq)          KEY_SUM = b + log2 rk

@@ -1,7 +1,7 @@
 """What the roles of the gradients share: tiles in shared memory, barriers and their work."""
 
 from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 from triton.experimental import gluon
@@ -11,8 +11,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds
 from deltarule.ops.delta_rule.gluon.movers import framed, load, place_of_rows, store
-from deltarule.ops.delta_rule.gluon.which import FACTORS, PLACES
 from deltarule.ops.runtime.gluon_tiles import square
+
+# Rows of what roles leave each other in shared memory.
+#
+# Factors: of what is read, erased and written; of q and of k in pairs; beta; the sums of decays;
+# 1 / |q|^2 and 1 / |k|^2; of packed sequences, as int32, where their dbeta lies, -1 after the end:
+# looking it up takes as many loads as the search has steps; and what is written, without beta.
+READS, ERASES, WRITES, QUERY, KEY = map(gl.constexpr, range(5))
+BETAS, WHOLES, RESTS, QUERY_NORM, KEY_NORM, PLACES, BARE_WRITES = map(gl.constexpr, range(5, 12))
+FACTORS = gl.constexpr(12)
+# Sums of rows for dlog_decay, as triton/gradients.py names them.
+OF_QUERIES, OF_KEYS, OF_WRITES, OF_HELD = map(gl.constexpr, range(4))
 
 # Tiles in shared memory; dO, E, X and the factors of value head n lie in slot n % 2.
 Tiles = namedtuple(
@@ -48,32 +58,6 @@ Work = namedtuple(
     # Tokens of a row of the batch; with packed sequences their offsets, and how many there are.
     "T cu_seqlens sequences",
 )
-
-
-class Form(NamedTuple):
-    """What a call has; the value heads of a key head, and those of a gate.
-
-    VALUES: dv is left. KEPT: S and E are those of all chunks. D and X may lie in the gradients. In
-    one kernel with the scan back: SCORES were saved, S and E lie where gradients will (LENDS),
-    sequences are CUT, D is given at their ends (FINAL), and a state is [WIDTH, KEYS].
-    """
-
-    TIED: bool
-    DECAY: bool
-    UNIT: bool
-    ENDS: str
-    GROUP: int = 1
-    PER_GATE: int = 1
-    VALUES: bool = True
-    KEPT: bool = True
-    X_IS_LENT: bool = False
-    D_IS_LENT: bool = False
-    SCORES: bool = False
-    LENDS: bool = False
-    CUT: bool = False
-    FINAL: bool = False
-    KEYS: int = 128
-    WIDTH: int = 128
 
 
 @triton.constexpr_function

@@ -23,22 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltarule.ops.delta_rule.gluon.gates import add
 from deltarule.ops.delta_rule.gluon.gradient_memory import (
-    Barriers,
-    Form,
-    Work,
-    halves,
-    load_role,
-    new_tiles,
-    pair_of,
-    pairs_there,
-    place_of_gates,
-    places_of_rows,
-    store_role,
-)
-from deltarule.ops.delta_rule.gluon.memory import CHUNK
-from deltarule.ops.delta_rule.gluon.products import finish, gradient_places, start, tell, value
-from deltarule.ops.delta_rule.gluon.score import NOTHING
-from deltarule.ops.delta_rule.gluon.which import (
     BARE_WRITES,
     BETAS,
     ERASES,
@@ -56,7 +40,20 @@ from deltarule.ops.delta_rule.gluon.which import (
     RESTS,
     WHOLES,
     WRITES,
+    Barriers,
+    Work,
+    halves,
+    load_role,
+    new_tiles,
+    pair_of,
+    pairs_there,
+    place_of_gates,
+    places_of_rows,
+    store_role,
 )
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form
+from deltarule.ops.delta_rule.gluon.products import finish, gradient_places, start, tell, value
+from deltarule.ops.delta_rule.gluon.score import NOTHING
 from deltarule.ops.delta_rule.triton.tiles import BETA as SCALING_BETA
 from deltarule.ops.delta_rule.triton.tiles import ERASE_ROW as SCALING_ERASE_ROW
 from deltarule.ops.delta_rule.triton.tiles import READ as SCALING_READ
@@ -440,7 +437,8 @@ def fused_gradients_kernel(
     """
     dtype: gl.constexpr = q.dtype
     FORM: gl.constexpr = Form(
-        TIED, DECAY, UNIT, ENDS, GROUP, PER_GATE, VALUES, KEPT, X_IS_LENT, D_IS_LENT
+        TIED, DECAY, UNIT, ENDS, PER_GATE=PER_GATE, GROUP=GROUP, VALUES=VALUES, KEPT=KEPT,
+        X_IS_LENT=X_IS_LENT, D_IS_LENT=D_IS_LENT,
     )  # fmt: skip
     first, step = gl.program_id(0), gl.num_programs(0)
     count = (pairs - first + step - 1) // step

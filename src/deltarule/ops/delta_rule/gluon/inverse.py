@@ -55,6 +55,17 @@ PLAIN_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
 @gluon.jit
+def new_identity():
+    """I [16, 16] in shared memory."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
+    identity = gl.allocate_shared_memory(gl.float32, [16, 16], PLAIN)
+    row = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
+    identity.store(gl.where(row == column, 1.0, 0.0))
+    return identity
+
+
+@gluon.jit
 def four(x):
     """The four numbers of the last two axes of x [..., 2, 2]."""
     a, b = gl.split(x)

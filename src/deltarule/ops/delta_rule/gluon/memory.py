@@ -1,7 +1,7 @@
 """What the roles of a program share: tiles in shared memory, barriers, and the program's place."""
 
 from collections import namedtuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton.experimental import gluon
@@ -54,14 +54,43 @@ Barriers = namedtuple(
     "written stored",
 )
 
-# What a call has: decays, a tied erase, unit norm, an initial state; what it saves.
-#
-# STEPS is the number n of a token's writes, in the rows n t to n t + n - 1. PER_GATE heads share
-# a gate, and what is saved but S and E: they leave the same bits there. A key has KEYS channels
-# and a value WIDTH. ENDS: sequences have "whole" chunks, or a last one may be "ragged".
-Form = namedtuple(
-    "Form", "DECAY TIED UNIT INITIAL SAVE SCORES LENDS STEPS PER_GATE KEYS WIDTH ENDS"
-)
+
+class Form(NamedTuple):
+    """What a call has, in forwards and backwards: a tied erase, and scalings of rows.
+
+    Those are of decays and unit norm; with a decay per channel tiles are scaled before their
+    products, and the norms with them (NORMS). ENDS: sequences have "whole" chunks, a last one may
+    be "ragged", or they are "packed". STEPS is the number n of a token's writes, in the rows n t to
+    n t + n - 1. PER_GATE heads share a gate, and what is saved but S and E: they leave the same
+    bits there. A key has KEYS channels and a value WIDTH.
+
+    Forwards may have an INITIAL state, and SAVE what backwards ask for, SCORES among it; S and E
+    lie where gradients will (LENDS). Gradients are those of GROUP value heads of a key head.
+    VALUES: dv is left. KEPT: S and E are those of all chunks. D and X may lie in the gradients. In
+    one kernel with the scan back sequences may be CUT, and D given at their ends (FINAL).
+    """
+
+    TIED: bool
+    DECAY: bool
+    UNIT: bool
+    ENDS: str
+    NORMS: bool = False
+    STEPS: int = 1
+    PER_GATE: int = 1
+    KEYS: int = 128
+    WIDTH: int = 128
+    INITIAL: bool = False
+    SAVE: bool = False
+    SCORES: bool = False
+    LENDS: bool = False
+    GROUP: int = 1
+    VALUES: bool = True
+    KEPT: bool = True
+    X_IS_LENT: bool = False
+    D_IS_LENT: bool = False
+    CUT: bool = False
+    FINAL: bool = False
+
 
 # First token and number of tokens of the program's sequence, its chunks, and its heads.
 #

@@ -9,12 +9,13 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.delta_rule.gluon.channel_forward import channel_forward_kernel
 from deltarule.ops.delta_rule.gluon.forward import forward_kernel
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, straight
-from deltarule.ops.delta_rule.gluon.norms import inverse_norms_kernel
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.passes import (
     compiled_first,
@@ -25,6 +26,7 @@ from deltarule.ops.delta_rule.triton.passes import (
 )
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, Shapes, blocks, make_plan
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture, power_of_two
+from deltarule.ops.delta_rule.triton.tiles import inverse_norm
 from deltarule.ops.dispatch import constant_when_compiled
 from deltarule.ops.runtime.gluon_tiles import FusedLaunch
 from deltarule.ops.runtime.launch import Launch, multiprocessors
@@ -330,6 +332,28 @@ def norms_shape(inputs: Inputs) -> tuple[int, ...]:
 def kept_norms(inputs: Inputs, plan: Plan) -> Shapes:
     """Where the forward is this kernel, the backward needs not compute them again."""
     return {"norms": (norms_shape(inputs), torch.float32)} if pays(inputs, plan, True) else {}
+
+
+@triton.jit(do_not_specialize=["rows"])
+def inverse_norms_kernel(
+    q, k, norms, rows, HEADS: tl.constexpr, STEPS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """norms [B T H, 1 + n] of the rows of q [B, T, H, K] and of the n of k [B, T n, H, K]."""
+    o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_k, m_r = tl.arange(0, BK)[None, :], o_r < rows
+    o_x, m_x = o_r[:, None] * K + o_k, m_r[:, None]
+    if BK > K:
+        m_x &= o_k < K
+    b_q = tl.load(q + o_x, mask=m_x, other=0.0)
+    for step in tl.static_range(STEPS):
+        if STEPS > 1:
+            row = (o_r // HEADS * STEPS + step) * HEADS + o_r % HEADS
+            o_x = row[:, None] * K + o_k
+        b_k = tl.load(k + o_x, mask=m_x, other=0.0)
+        if step == 0:
+            tl.store(norms + o_r * (1 + STEPS), inverse_norm(b_q), mask=m_r)
+        tl.store(norms + o_r * (1 + STEPS) + (1 + step), inverse_norm(b_k), mask=m_r)
 
 
 def norms_launch(call: Call) -> Launch:
