@@ -49,6 +49,16 @@ def test_a_kept_step_is_taken_again_only_where_it_holds(make_model, on_buffers):
     assert taken(greedy, [[1, 2, 3], [4, 5, 6]]) is not first
 
 
+def test_a_model_without_states_has_a_step_for_each_number_of_rows(
+    make_model, device, random_tokens, on_buffers
+):
+    model = make_model(layer_types="mlp", num_layers=2).to(device)
+    for rows in (3, 2):
+        prompts = random_tokens(rows, 5).tolist()
+        check_graphs(model, prompts, max_new_tokens=6, temperature=0)
+    release_graphs(model)
+
+
 def test_weights_are_laid_side_by_side_only_where_they_have_moved(make_model, monkeypatch):
     model, laid = make_model(layer_types="kda", num_layers=2), []
     adjoin = adjoined.adjoin

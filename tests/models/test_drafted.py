@@ -15,6 +15,7 @@ BESIDE = {"layer_types": ("mamba2+attention", "mlp")}
 LAYERS = {
     "gated_deltanet": {"layer_types": "gated_deltanet", "num_layers": 2}, "mixed": {},
     "side by side, without a state": BESIDE, "latent": BESIDE | {"kv_lora_rank": 8},
+    "no state at all": {"layer_types": "mlp", "num_layers": 2},
 }  # fmt: skip
 
 

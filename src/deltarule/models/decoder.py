@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deltarule.models.block import Block
-from deltarule.models.prompts import Prompts, overwrite, row_count, shapes
+from deltarule.models.prompts import Prompts, overwrite, shapes
 from deltarule.models.sampling import Sampling, chosen
 from deltarule.nn import ModelState
 from deltarule.nn.state import DraftedState, LentState
@@ -45,13 +45,16 @@ class Reading(NamedTuple):
 
 
 class Decoder:
-    """Buffers for the rows of one call, and the step over them.
+    """Buffers for the rows of one call, as many as `draws`, and the step over them.
 
     The state has room for the tokens to come, and is the decoder's own from now on.
     """
 
-    def __init__(self, state: ModelState, sampling: Sampling, vocab_size: int) -> None:
-        rows, device = row_count(state), state_device(state)
+    def __init__(
+        self, state: ModelState, draws: Tensor, sampling: Sampling, vocab_size: int
+    ) -> None:
+        # The state of MLPs alone is empty.
+        rows, device = len(draws), draws.device
         self.state, self.sampling = state, sampling
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.draws = torch.zeros(rows, device=device)
@@ -131,10 +134,10 @@ class Decoder:
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side), as_written(model):
             for _ in range(WARM_UP):
-                with chain(self.state):
+                with chain(self):
                     self.advance(model)
         torch.cuda.current_stream(device).wait_stream(side)
-        with chain(self.state) as self.counters:
+        with chain(self) as self.counters:
             self.graph = record(model, lambda: self.advance(model))
 
     def step(self, model: "CausalLM") -> Tensor:
@@ -150,8 +153,8 @@ class Decoder:
 class DraftDecoder(Decoder):
     """Buffers for rows of several tokens, all but the first of them guessed, and their step."""
 
-    def __init__(self, state: ModelState, sampling: Sampling, draft: int) -> None:
-        super().__init__(state, sampling, 0)
+    def __init__(self, state: ModelState, draws: Tensor, sampling: Sampling, draft: int) -> None:
+        super().__init__(state, draws, sampling, 0)
         sizes, device = (len(self.tokens), draft + 1), self.tokens.device
         self.tokens = torch.zeros(sizes, dtype=torch.int64, device=device)
         self.picks = torch.zeros_like(self.tokens)
@@ -212,14 +215,14 @@ def as_written(model: "CausalLM") -> contextlib.AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager")
 
 
-def chain(state: ModelState) -> contextlib.AbstractContextManager[Tensor | None]:
+def chain(decoder: Decoder) -> contextlib.AbstractContextManager[Tensor | None]:
     """Kernels inside start before the one before them ends, where there are any that can."""
-    device = state_device(state)
+    device = decoder.draws.device
     if triton_missing(device) is not None:
         return contextlib.nullcontext()
     from deltarule.ops.runtime import chained
 
-    return chained.chain(device, [tensor for layer in state for tensor in layer.values()])
+    return chained.chain(device, [x for layer in decoder.state for x in layer.values()])
 
 
 def room_for(model: "CausalLM", tokens: int) -> int:
@@ -264,7 +267,8 @@ def captured(
     kept = _captured.setdefault(model, [])
     # What a graph holds for: where the parameters lie, and how it was computed.
     autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    kind = draft, held, tuple(sampling), autocast, torch.is_inference_mode_enabled()
+    inference = torch.is_inference_mode_enabled()
+    kind = len(draws), draft, held, tuple(sampling), autocast, inference
     room = room_for(model, tokens)
     reading = prompts.kind, room
     found = take(kept, lambda other, _, known: other == kind and reading in known.readings)
@@ -281,8 +285,8 @@ def captured(
             decoder = found[1]
         else:
             own = ModelState(LentState(layer.clone()) for layer in state)
-            size = model.config.vocab_size
-            decoder = DraftDecoder(own, sampling, draft) if draft else Decoder(own, sampling, size)
+            given, size = (own, draws, sampling), model.config.vocab_size
+            decoder = DraftDecoder(*given, draft) if draft else Decoder(*given, size)
             decoder.capture(model)
         decoder.start(state, first, seen)
         decoder.note(prompts, room)
@@ -292,10 +296,6 @@ def captured(
         with _taking:
             kept.append((key, decoder))
             del kept[:-KEPT]
-
-
-def state_device(state: ModelState) -> torch.device:
-    return next(tensor.device for layer in state for tensor in layer.values())
 
 
 def release_graphs(model: "CausalLM") -> None:

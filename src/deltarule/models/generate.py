@@ -177,7 +177,8 @@ def _sample(
         logits, state = given.read(model)
     tokens = chosen(logits, first, sampling, seen)
     if options.draft:
-        decoder = DraftDecoder(lend(model, state, room_for(model, after)), sampling, options.draft)
+        state = lend(model, state, room_for(model, after))
+        decoder = DraftDecoder(state, first, sampling, options.draft)
         decoder.start(decoder.state, tokens)
         yield from _guess(model, decoder, prompts, draws, rows, options)
     else:
