@@ -117,6 +117,8 @@ def test_the_page_has_every_field_and_every_argument_of_generate_in_its_tables()
             {"rope_theta": 500.0},
             "rope_theta=500.0 means nothing for any of layer_types gated_deltanet",
         ),
+        ({"conv_bias": True, "conv_size": 0}, "conv_bias=True means nothing without a convolution"),
+        ({"layer_types": ("gla", "attention"), "conv_bias": True}, "conv_bias=True means nothing"),
         ({"layer_types": "attention", "num_v_heads": 4}, "num_v_heads=4 means nothing for any of"),
         ({"layer_types": "attention", "output_gate": True}, "output_gate=True means nothing for"),
         ({"n_groups": 3, "layer_types": "mamba2"}, "n_groups must divide the 2 heads of Mamba-2"),
@@ -200,6 +202,10 @@ def test_options_of_one_layer_pass_in_a_mixture():
     delta, linear = (block.mixer for block in CausalLM(ModelConfig(**mixture)).blocks)
     assert (delta.normalizer, linear.normalizer) == (False, True)
     assert delta.qk_norm == linear.qk_norm == "l1"
+    # RetNet has no convolution of its own accord.
+    mixture = FIELDS | {"num_layers": 2, "layer_types": ("deltanet", "retnet"), "conv_bias": True}
+    delta, retnet = (block.mixer for block in CausalLM(ModelConfig(**mixture)).blocks)
+    assert (delta.conv_bias, retnet.conv_bias) == (True, False)
     # At its neutral value an option asks for nothing.
     neutral = {"layer_types": "gla", "n_steps": 1, "beta_max": 1.0, "normalizer": False}
     ModelConfig(**FIELDS | neutral)

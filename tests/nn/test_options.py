@@ -80,6 +80,10 @@ OWN = {
         ("kda", "attention"), {"output_gate": "no"},
     ),
     "conv_bias must be True, False or None, got 3": ("kda", {"conv_bias": 3}),
+    "conv_bias must be None or False without a convolution": (
+        (*LINEAR, *SCANS, *MEMORIES, *BLOCKS, *VECTORS), {"conv_bias": True, "conv_size": 0},
+    ),
+    "conv_bias must be None or False without a": (("gla", "rwkv7"), {"conv_bias": True}),
     "qk_norm must be one of head, all, got 'l2'": ("attention", {"qk_norm": "l2"}),
     "partial_rotary_factor must be a number in": ("attention", {"partial_rotary_factor": 2}),
     "scale must be a finite number above 0, got 'x'": ("attention", {"scale": "x"}),

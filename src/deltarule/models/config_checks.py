@@ -137,6 +137,10 @@ def check_used(config: Any) -> None:
             f"{', '.join(dict.fromkeys(config.layer_types))}: these have it: "
             f"{', '.join(_owners(name))}"
         )
+    owners = [MIXERS[part] for part in parts & {*_owners("conv_bias")}]
+    taps = [checks.default(config.conv_size, mixer.default_conv_size) for mixer in owners]
+    if config.conv_bias and not any(taps):
+        raise ValueError("conv_bias=True means nothing without a convolution: give a conv_size")
 
 
 def unused(config_class: Any, options: Mapping[str, Any]) -> list[str]:

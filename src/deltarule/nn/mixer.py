@@ -216,6 +216,8 @@ class Mixer(Frame):
         check_words({"feature_map": self.feature_map, **words})
         flags = {"normalizer": normalizer, "output_gate": output_gate, "conv_bias": conv_bias}
         check_flags(flags)
+        if self.conv_bias and not self.conv_size:
+            raise ValueError("conv_bias must be None or False without a convolution, got True")
         for name in self.even:
             checks.check_even(name, getattr(self, name))
         self.check_options()
@@ -237,6 +239,8 @@ class Mixer(Frame):
             given["layer_index"] = layer_index
         if cls.takes("norm_eps") and (eps := getattr(config, "output_norm_eps", None)) is not None:
             given["norm_eps"] = eps
+        if not checks.default(given.get("conv_size"), cls.default_conv_size):
+            given.pop("conv_bias", None)
         layer = cls(config.hidden_size, **given)
         # A block may have parts side by side, named by their names joined by +.
         names = [parts.split("+") for parts in config.layer_types]

@@ -56,7 +56,7 @@ class ShiftedMixer(DeltaMixer):
     default_output_gate = True
     centred = True
     fixed_eps = GROUP_NORM_EPS
-    options = DeltaMixer.options - {"num_v_heads", "conv_size", "norm_eps"}
+    options = DeltaMixer.options - {"num_v_heads", "conv_size", "conv_bias", "norm_eps"}
     a_proj: nn.Module
 
     def by_key(self, name: str, x: Tensor) -> Tensor:
