@@ -257,6 +257,13 @@ def test_names_with_the_prefix_of_transformers(saved):
     refuses(saved, "'norm.weight' is stored twice")
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", torch.device("cuda", 99)], ids=str)
+def test_a_device_that_is_not_there_is_named(device, saved):
+    with pytest.raises(ValueError, match=f"device {device} is not available here: ") as caught:
+        CausalLM.load(saved, device=device)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_missing_folder_and_a_file_in_its_place(tmp_path, saved):
     refuses(tmp_path / "org" / "model", "org/model: no such folder here; names on a hub are not")
     refuses(saved / WEIGHTS, WEIGHTS)

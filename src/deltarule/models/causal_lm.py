@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from deltarule.errors import reason
 from deltarule.models import files
 from deltarule.models import generate as generation
 from deltarule.models.arguments import check_inputs
@@ -218,8 +219,12 @@ class CausalLM(nn.Module):
 
         Raises:
             CheckpointError: A file is missing, malformed or does not fit; it is named. It is a
-                ValueError.
+                ValueError, as is what says that the device is not there.
         """
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise ValueError(f"device {device} is not available here: {reason(error)}") from None
         layout, model = stored(folder, without_memory)
         shapes = shapes_of(model)
         tensors: dict[str, Tensor] = {}

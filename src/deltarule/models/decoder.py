@@ -50,9 +50,7 @@ class Decoder:
     The state has room for the tokens to come, and is the decoder's own from now on.
     """
 
-    def __init__(
-        self, state: ModelState, draws: Tensor, sampling: Sampling, vocab_size: int
-    ) -> None:
+    def __init__(self, state: ModelState, draws: Tensor, sampling: Sampling, vocab: int) -> None:
         # The state of MLPs alone is empty.
         rows, device = len(draws), draws.device
         self.state, self.sampling = state, sampling
@@ -60,7 +58,7 @@ class Decoder:
         self.draws = torch.zeros(rows, device=device)
         self.seen: Tensor | None = None
         if sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
+            self.seen = torch.zeros(rows, vocab, dtype=torch.bool, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         # What kernels of the graph count in.
         self.counters: Tensor | None = None
