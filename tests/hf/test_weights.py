@@ -75,6 +75,18 @@ CONFIGS = {
     ),
 }  # fmt: skip
 
+# Models of a family that have no layer of one of its two kinds.
+ATTENTION = {"layer_types": ["full_attention"] * 4}
+ONE_KIND = {
+    "granitemoehybrid": ATTENTION | {"num_local_experts": 0, "mamba_d_state": 24},
+    "bamba": {"attn_layer_indices": [0, 1, 2, 3]},
+    "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0},
+    "qwen3_next": ATTENTION,
+    "kimi_linear": ATTENTION,
+    "kimi_linear, no attention": {"layer_types": ["linear_attention"] * 4},
+    "nemotron_h": {"layer_types": ["full_attention", "mlp"] * 2},
+}
+
 
 def with_whole_filters(tensors, config):
     """Each stream's filters whole: transformers cuts all of them in three equal parts."""
@@ -123,21 +135,38 @@ def test_logits_are_those_of_the_familys_class_in_every_way_of_reading(case):
 
 def test_the_round_trip_is_bit_equal_and_transformers_reads_it(case, tmp_path):
     theirs, folder, model_type = case
-    aliases = {}
+    check_round_trip(folder, model_type, tmp_path / "ours", aliases_of(model_type))
+    check_transformers_reads(tmp_path / "ours", theirs)
+
+
+def aliases_of(model_type):
+    """Names that this library writes otherwise, as transformers reads them, too."""
     if model_type == "olmo_hybrid":
         layer = "model.layers.3."
-        aliases[f"{layer}feedforward_layer_norm.weight"] = f"{layer}post_attention_layernorm.weight"
+        return {f"{layer}feedforward_layer_norm.weight": f"{layer}post_attention_layernorm.weight"}
     if model_type == "kimi_linear":
         names = [f"{name}_proj.weight" for name in ("gate", "up", "down")]
         layer = "model.layers.0."
-        aliases |= {f"{layer}block_sparse_moe.{name}": f"{layer}mlp.{name}" for name in names}
-    check_round_trip(folder, model_type, tmp_path / "ours", aliases)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    x = tokens(2, 40)
+        return {f"{layer}block_sparse_moe.{name}": f"{layer}mlp.{name}" for name in names}
+    return {}
+
+
+def check_transformers_reads(folder, theirs):
+    again, x = AutoModelForCausalLM.from_pretrained(folder).eval(), tokens(2, 40)
     with torch.no_grad():
         expected = theirs(x, use_cache=False).logits
         # Its chunks may have another size.
         close(again(x, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("name", ONE_KIND)
+def test_a_model_without_one_of_the_familys_layers_is_read_and_written(name, tmp_path):
+    family = name.partition(",")[0]
+    theirs, x = saved(tmp_path / "theirs", family, **ONE_KIND[name]), tokens(2, 40)
+    with torch.no_grad():
+        close(CausalLM.load(tmp_path / "theirs")(x)[0], theirs(x, use_cache=False).logits)
+    check_round_trip(tmp_path / "theirs", family, tmp_path / "ours", aliases_of(family))
+    check_transformers_reads(tmp_path / "ours", theirs)
 
 
 @pytest.mark.parametrize(

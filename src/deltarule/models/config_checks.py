@@ -48,12 +48,9 @@ _OWN: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
 }  # fmt: skip
 _OWNERS = {name: parts for parts, names in _OWN.items() for name in names}
-# Those that mixers know, but sizes that a model may have for all: each layer takes what it has.
-_ASKED_FOR = {*checks.REASONS, "conv_bias", "output_gate"} - {
-    "head_k_dim",
-    "head_v_dim",
-    "conv_size",
-}
+# Sizes that a model may have for all: each layer takes what it has. Then what mixers know beside.
+SIZES = frozenset({"head_k_dim", "head_v_dim", "conv_size"})
+_ASKED_FOR = {*checks.REASONS, "conv_bias", "output_gate"} - SIZES
 # Options of some layers, and up to where they change nothing.
 _NEUTRAL = {
     "beta_max": 1, "n_steps": 1, "normalizer": False, "conv_bias": False, "output_gate": False
@@ -143,12 +140,12 @@ def check_used(config: Any) -> None:
         raise ValueError("conv_bias=True means nothing without a convolution: give a conv_size")
 
 
-def unused(config_class: Any, options: Mapping[str, Any]) -> list[str]:
-    """Options other than their defaults that no layer of the model has."""
+def unused(config_class: Any, options: Mapping[str, Any], *beside: str) -> list[str]:
+    """Options other than their defaults that no layer of the model has, and others `beside`."""
     neutral = {field.name: field.default for field in dataclasses.fields(config_class)}
     given = {name: value for name, value in options.items() if value != neutral[name]}
     parts, most = _parts(options), _NEUTRAL | {"num_v_heads": options["num_heads"]}
-    names = [name for name in given if name in _ASKED_FOR or name in _OWNERS]
+    names = [name for name in given if name in {*_ASKED_FOR, *_OWNERS, *beside}]
     over = [name for name in names if name not in most or given[name] > most[name]]
     return [name for name in over if not parts & {*_owners(name)}]
 

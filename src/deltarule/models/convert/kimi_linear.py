@@ -80,7 +80,7 @@ OPTIONS = (
     }),
     Entry(read_halves, lambda config: {"mlp_layer_types": list(mlp_kinds(config))}),
     options.where(lambda found: "sparse" in found["mlp_layer_types"], ROUTED, always=True),
-    options.integer("kv_lora_rank"),
+    options.integer("kv_lora_rank", default=512),
     options.integer("qk_nope_head_dim"),
     options.integer("qk_rope_head_dim"),
     options.integer("v_head_dim"),

@@ -35,7 +35,7 @@ def mamba(state: str, taps: str, expand: str, rank: str, bias: str) -> Table:
         options.integer(state, "head_k_dim", 16),
         options.integer(taps, "conv_size", 4, smallest=1),
         Entry(read_inside, lambda config: {
-            expand: (config.head_v_dim or 0) // config.hidden_size,
+            expand: (config.head_v_dim or 0) // config.hidden_size or None,
             rank: config.time_step_rank or -(-config.hidden_size // 16),
         }),
         options.flag(bias, "conv_bias", True),

@@ -80,7 +80,8 @@ MAMBA = (
     options.integer("mamba_n_groups", "n_groups", 1),
     options.integer("mamba_d_state", "head_k_dim", 256),
     Entry(read_head, lambda config: {
-        "mamba_d_head": config.head_v_dim, "mamba_expand": inner(config) // config.hidden_size,
+        "mamba_d_head": config.head_v_dim,
+        "mamba_expand": inner(config) // config.hidden_size or None,
     }),
     options.integer("mamba_d_conv", "conv_size", 4, smallest=1),
     options.flag("mamba_conv_bias", "conv_bias", True),

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from deltarule.models.config import THEIRS, ModelConfig
-from deltarule.models.config_checks import unused
+from deltarule.models.config_checks import SIZES, unused
 from deltarule.models.convert.names import Tensors
 from deltarule.nearest import check_known
 from deltarule.nn.checks import check_integer, is_number
@@ -131,8 +131,9 @@ def read(table: Iterable[Entry], fields: Fields) -> Options:
 
 
 def write(table: Iterable[Entry], config: ModelConfig) -> Options:
-    """The options of config.json; a later entry overrules."""
-    return {name: value for entry in table for name, value in entry.write(config).items()}
+    """The options of config.json that have a value, and THEIRS; a later entry overrules."""
+    given = {name: value for entry in table for name, value in entry.write(config).items()}
+    return {name: value for name, value in given.items() if value is not None or name in THEIRS}
 
 
 def option(
@@ -282,7 +283,7 @@ class Family:
         fields = Fields(stored)
         # A file says sizes of layers of the family that this model may have none of.
         given = read(self.options, fields)
-        for name in unused(ModelConfig, given):
+        for name in unused(ModelConfig, given, *SIZES):
             del given[name]
         config = ModelConfig(**given)
         fields.done()
