@@ -70,8 +70,11 @@ def test_default_window():
 def test_packed_attention_takes_no_state():
     layer, x = Attention(HIDDEN, num_heads=2), inputs(1, 4)
     _, state = layer(x)
-    with pytest.raises(ValueError, match="state must be None with cu_seqlens"):
-        layer(x, state, cu_seqlens=deltarule.pack([4]))
+    # What a packed call returns goes on with nothing, either.
+    _, packed = layer(x, cu_seqlens=deltarule.pack([4]))
+    for given in (state, packed):
+        with pytest.raises(ValueError, match="state must be None with cu_seqlens"):
+            layer(x, given, cu_seqlens=deltarule.pack([4]))
 
 
 @pytest.mark.parametrize("name", ["attention", "sliding_window"])

@@ -279,7 +279,7 @@ class Attention(Mixer):
             length = layout.lengths(torch.zeros_like(layout.counts))
             return State(self.init_state(layout.sequences), length=length)
         if layout.cu_seqlens is not None:
-            if state:
+            if state is not None:
                 raise ValueError(
                     "state must be None with cu_seqlens: packed attention starts afresh"
                 )
