@@ -4,6 +4,7 @@ import ctypes
 import os
 import sys
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -30,23 +31,15 @@ from deltarule.ops.delta_rule.triton import channel_stages, passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton.plan import Call, Plan
 from deltarule.ops.dispatch import always, forget_calls, recordings
-from deltarule.ops.fused import (
-    gates,
-    gates_triton,
-    norms_triton,
-    rounding_triton,
-    short_conv_triton,
-    swiglu_triton,
-)
-from deltarule.ops.fused.norms import GatedNorm, ResidualNorm
-from deltarule.ops.fused.short_conv import ShortConv, ShortConvs
-from deltarule.ops.fused.swiglu import GatedProduct
+from deltarule.ops.fused import norms_triton
+from deltarule.ops.fused.norms import GatedNorm
 from deltarule.ops.operators import Operator
 from deltarule.ops.runtime import launch as direct
 from deltarule.ops.runtime import named, replay, tensor_maps
 from deltarule.ops.runtime.chained import CHAIN
 from deltarule.ops.runtime.launch import Launch
 from deltarule.ops.runtime.replay import Recorded
+from neighbours import MAKERS, with_gradients
 
 # Above any number that a launch is given besides addresses.
 LEAST_ADDRESS = 2**33
@@ -164,57 +157,48 @@ def held(monkeypatch):
         monkeypatch.setattr(torch, name, keep)
 
 
-def drawn(make) -> tuple[Inputs, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """A call; gradients by its o and final state, and what its forward saves."""
-    inputs = make()
-    saved = torch.empty(passes.saved_shape(inputs))
-    return inputs, (torch.randn(inputs.output_shape), torch.randn(inputs.state_shape), saved)
-
-
 def alike(x: torch.Tensor | None) -> object:
     return x if x is None else (x.shape, x.stride(), x.dtype)
 
 
-def assert_replayed(make, run, stages, runs) -> None:
-    """run(inputs, given) launches the third time what its stages launch."""
-    for _ in range(2):
-        run(*drawn(make))
+def assert_repeated(run: Recorded, first, second, given, runs: Runs) -> tuple:
+    """The third call of a kind launches what its stages do, past Triton's search."""
+    for before in (first, second):
+        run(*before)
     assert len(known()) == 1
-    inputs, given = drawn(make)
+    tensors = [x for x in (*given[0], *given[1:]) if isinstance(x, torch.Tensor)]
     runs.seen.clear()
-    expected = stages(inputs, given)
-    launches, tensors = list(runs.seen), [x for x in (*inputs[:9], *given) if x is not None]
+    expected, launches = run.run(*given), [*runs.seen]
+    assert launches
     runs.seen.clear()
-    found = run(inputs, given)
-    assert len(launches) > 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "launch", None)
+        found = run(*given)
     assert renamed(runs.seen, tensors) == renamed(launches, tensors)
     assert [*map(alike, found)] == [*map(alike, expected)]
+    return found
 
 
 @pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
 def test_a_replay_launches_what_the_forward_does(make, save: bool, runs) -> None:
-    run = lambda inputs, given: passes.forward_stages(inputs, save)  # noqa: E731
-    stages = lambda inputs, given: passes.forward_stages.run(inputs, save)  # noqa: E731
-    assert_replayed(make, run, stages, runs)
+    assert_repeated(passes.forward_stages, *[(make(), save) for _ in range(3)], runs)
 
 
 @pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
 def test_a_replay_launches_what_the_backward_does(make, again: bool, runs) -> None:
-    def run(inputs: Inputs, given) -> tuple[torch.Tensor | None, ...]:
-        found = passes.backward(*given[:2], inputs, given[2][:0] if again else given[2])
-        # No input, no gradient.
-        assert [x is None for x in found] == [x is None for x in inputs[:8]]
-        return found
-
-    def stages(inputs: Inputs, given) -> tuple[torch.Tensor | None, ...]:
-        saved = given[2][:0] if again else given[2]
-        return passes.gradient_stages.run(inputs, *given[:2], saved)
-
-    assert_replayed(make, run, stages, runs)
+    calls = []
+    for _ in range(3):
+        inputs = make()
+        saved = torch.empty(passes.saved_shape(inputs))[: 0 if again else None]
+        given = torch.randn(inputs.output_shape), torch.randn(inputs.state_shape)
+        calls.append((inputs, *given, saved))
+    found = assert_repeated(passes.gradient_stages, *calls, runs)
+    # No input, no gradient.
+    assert [x is None for x in found] == [x is None for x in inputs[:8]]
 
 
 def test_what_was_one_tensor_may_be_several(runs) -> None:
@@ -399,10 +383,10 @@ def toy(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 recorded_toy = Recorded(toy)
 
 
-def toy_expected(inputs: Inputs) -> list[torch.Tensor]:
+def assert_toy(outputs: tuple[torch.Tensor, ...], inputs: Inputs) -> None:
     first = inputs.q + inputs.k + 1
     o = first + (inputs.v + inputs.v + 1) + 1
-    return [o, first + o + 1]
+    torch.testing.assert_close([*outputs], [o, first + o + 1])
 
 
 def test_new_tensors_give_new_numbers(runs) -> None:
@@ -411,8 +395,7 @@ def test_new_tensors_give_new_numbers(runs) -> None:
     for _ in range(5):
         inputs = call(8)
         outputs = recorded_toy(inputs)
-        for x, y in zip(outputs, toy_expected(inputs), strict=True):
-            torch.testing.assert_close(x, y)
+        assert_toy(outputs, inputs)
         before.append([(x, x.clone()) for x in outputs])
     assert len(known()) == 1
     # What was returned is the caller's.
@@ -453,9 +436,8 @@ def test_addresses_that_come_again_are_kept_up_to_a_bound(runs, monkeypatch) -> 
     for again in range(3):
         for inputs in calls:
             # What is returned is held, so that addresses differ.
-            found = recorded_toy(inputs)
-            for x, y in zip(found, toy_expected(inputs), strict=True):
-                torch.testing.assert_close(x, y)
+            held = recorded_toy(inputs)
+            assert_toy(held, inputs)
             assert all(0 < len(x.ready) <= 3 for x in known()) or not again
 
 
@@ -471,10 +453,7 @@ def test_a_constant_lies_where_graphs_know_it_though_its_calls_are_forgotten(run
     for _ in range(2):
         for _ in range(4):
             inputs = call(8)
-            outputs = with_a_constant(inputs)
-            expected = toy_expected(inputs._replace(v=torch.ones_like(inputs.v)))
-            for x, y in zip(outputs, expected, strict=True):
-                torch.testing.assert_close(x, y)
+            assert_toy(with_a_constant(inputs), inputs._replace(v=torch.ones_like(inputs.v)))
         assert len(known()) == 1
         ones = channel_stages.made_once[key]
         forget_calls()
@@ -490,38 +469,35 @@ def test_what_a_graph_captures_makes_its_own_constants(monkeypatch) -> None:
     assert (torch.ones, 3) not in channel_stages.made_once
 
 
-def with_a_result(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    return (toy(inputs)[0] * 2,)
-
-
 def on_changed(change):
     """Stages that compute something of what they are given first."""
     return lambda inputs: toy(change(inputs))
 
 
-# Whether a call is recorded whose stages do this, and the factor of its output.
+def viewed(inputs: Inputs) -> Inputs:
+    return inputs._replace(k=inputs.k.view(-1)[:].view(inputs.k.shape))
+
+
+# Whether a call is recorded whose stages do this.
 OTHERS = {
-    "a copy": (on_changed(lambda x: x._replace(k=x.k.clone())), False, 1),
-    "a write": (on_changed(lambda x: x._replace(k=x.k.mul_(1))), False, 1),
-    "zeros": (on_changed(lambda x: x._replace(v=torch.zeros(x.v.shape) + x.v)), False, 1),
-    "a result": (with_a_result, False, 2),
-    "a view": (on_changed(lambda x: x._replace(k=x.k.view(-1)[:].view(x.k.shape))), True, 1),
-    "a view of one of two": (
-        on_changed(lambda x: x._replace(k=x.k.view(-1)[:].view(x.k.shape))), False, 1
-    ),
-}  # fmt: skip
+    "a copy": (on_changed(lambda x: x._replace(k=x.k.clone())), False),
+    "a write": (on_changed(lambda x: x._replace(k=x.k.mul_(1))), False),
+    "zeros": (on_changed(lambda x: x._replace(v=torch.zeros(x.v.shape) + x.v)), False),
+    "a result": (lambda inputs: tuple(x * 1 for x in toy(inputs)), False),
+    "a view": (on_changed(viewed), True),
+    "a view of one of two": (on_changed(viewed), False),
+}
 
 
 def test_only_launches_on_what_is_given_or_made_are_recorded(runs) -> None:
     runs.work = add
-    for name, (stages, recorded, factor) in OTHERS.items():
+    for name, (stages, recorded) in OTHERS.items():
         forget_calls()
         run = Recorded(stages)
         for _ in range(4):
             inputs = call(8)
             inputs = inputs._replace(q=inputs.k) if name == "a view of one of two" else inputs
-            outputs = run(inputs)
-            torch.testing.assert_close(outputs[0], toy_expected(inputs)[0] * factor)
+            assert_toy(run(inputs), inputs)
         assert [x is None for x in recordings.values()] == [not recorded], name
 
 
@@ -533,125 +509,83 @@ def test_nor_is_what_takes_much_room(runs, monkeypatch) -> None:
     assert known() == []
 
 
-def rows(*shape: int) -> torch.Tensor:
-    return torch.randn(1, 16, *shape)
+def calls_of(step) -> list[tuple[Recorded, tuple]]:
+    """What is recorded of all that a step launches, and what each is given."""
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        call = lambda self, *given: seen.append((self, given)) or self.run(*given)  # noqa: E731
+        patch.setattr(Recorded, "__call__", call)
+        step()
+    return seen
 
 
-def columns(size: int) -> torch.Tensor:
-    """Part of a wider product, from a multiple of 16 bytes on."""
-    return rows(3 * size)[..., size : 2 * size]
+@pytest.fixture
+def everywhere(monkeypatch, trains):
+    """Models take every kernel that there is."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    monkeypatch.setattr(fused_kernels, "why_no_triton", lambda name, x: None)
+    monkeypatch.setattr("deltarule.nn.embedding.is_hopper", lambda device: False)
+    monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype: (x @ y).to(out_dtype))
+    # On autograd's own thread nobody counts.
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
-def maps() -> dict[str, tuple[object, ...]]:
-    """What launches, its inputs and what else it is given."""
-    conv = ShortConv(columns(16), torch.randn(16, 4), torch.randn(1, 3, 16), None, None, None, True)
-    norm = GatedNorm(
-        rows(2, 16), columns(32).unflatten(-1, (2, 16)), rows(16)[0, 0], 1e-5, "silu", False
-    )
-    total = ResidualNorm(rows(32), rows(32), rows(32)[0, 0], 1e-5)
-    decay = gates.LogDecay(rows(4), torch.randn(4), torch.randn(4), False)
-    strength, both = gates.WriteStrength(columns(4), 2.0), GatedProduct(*rows(32)[0].split(16, -1))
-    # Columns of one product, as a layer has them.
-    columns_of_one = rows(56).split([16, 16, 16, 4, 4], -1)
-    three = ShortConvs(
-        *columns_of_one[:3], *[torch.randn(16, 4) for _ in range(3)], *[None] * 6, True, True, True
-    )
-    two = gates.Gates(columns_of_one[3], *decay[1:3], columns_of_one[4], 2.0)
-    # Slots of its gradients, the last two for fewer columns.
-    slots = [
-        x.flatten(0, 1) if i > 2 else x
-        for i, x in enumerate(rows(64).split([16, 16, 16, 8, 8], -1))
-    ]
-    h = rows(16)[0]
-    packed = conv._replace(
-        cu_seqlens=torch.tensor([0, 7, 16]),
-        sequence=torch.arange(16),
-        history=torch.randn(2, 3, 16),
-    )
-    return {
-        "convolution": (short_conv_triton.short_conv, conv),
-        "convolution, packed": (short_conv_triton.short_conv, packed),
-        "convolution, fresh": (short_conv_triton.short_conv, conv._replace(history=None)),
-        "convolution back": (short_conv_triton.short_conv_gradients, conv, rows(16), None, False),
-        "its history": (
-            short_conv_triton.short_conv_gradients, conv, rows(16), torch.randn(1, 3, 16), True
-        ),
-        "three convolutions": (short_conv_triton.short_convs, three),
-        "three convolutions back": (
-            short_conv_triton.short_convs_gradients, three, *[rows(16) for _ in range(3)],
-            *[None] * 3, *[False] * 3,
-        ),
-        "three convolutions back, beside others": (
-            short_conv_triton.short_convs_gradients, three, *[rows(16) for _ in range(3)],
-            *[None] * 3, *[False] * 3, *slots[:3], rows(6), slots[3], None, slots[4],
-        ),
-        "norm": (norms_triton.gated_norm, norm),
-        "norm without a gate": (norms_triton.gated_norm, norm._replace(gate=None)),
-        "norm back": (norms_triton.gated_norm_gradients, norm, rows(2, 16)),
-        "norm back, beside others": (
-            norms_triton.gated_norm_gradients, norm, rows(2, 16),
-            rows(64)[..., 32:].unflatten(-1, (2, 16)),
-        ),
-        "norm of a sum": (norms_triton.residual_norm, total),
-        "its gradients": (
-            norms_triton.residual_norm_gradients, total._replace(x=None, y=None), None, rows(32),
-            rows(32),
-        ),
-        "norm of a sum, rounded": (norms_triton.residual_norm, total, torch.float16),
-        "its gradients, one rounded": (
-            norms_triton.residual_norm_gradients, total._replace(x=None, y=None), rows(32),
-            rows(32).half(), rows(32), torch.float16,
-        ),
-        "weights, rounded": (
-            rounding_triton.rounded, rounding_triton.Weights(*[torch.randn(16, 8) for _ in "qkv"]),
-            torch.float16, 128, 256, 128,
-        ),
-        "decay": (gates_triton.decays, decay),
-        "decay and step": (gates_triton.decays, decay._replace(step=True)),
-        "decay back": (gates_triton.log_decay_gradients, decay, rows(4), None),
-        "write strength": (gates_triton.strengths, strength, None),
-        "write strength back": (gates_triton.strengths, strength, rows(4)),
-        "gates": (gates_triton.gates, two),
-        "gates back": (gates_triton.gates_gradients, two, rows(4), rows(4)),
-        "SwiGLU": (swiglu_triton.swiglu_rows, both),
-        "SwiGLU back": (swiglu_triton.swiglu_gradients, both, h, None, False),
-        "SwiGLU back, product in its place": (swiglu_triton.swiglu_gradients, both, h, h, True),
-    }  # fmt: skip
+def operator(make) -> None:
+    """An operator beside the recurrence, and its gradients."""
+    case = make()
+    weights = [torch.randn_like(x) for x in case.plain(case.tensors)]
+    with_gradients(case.fused, case.tensors, weights)
 
 
-@pytest.mark.usefixtures("held")
-@pytest.mark.parametrize("name", maps())
-def test_a_fused_map_is_repeated_as_it_launches(name: str, runs, monkeypatch) -> None:
-    for _ in range(2):
-        run, *given = maps()[name]
-        run(*given)
-    assert len(known()) == 1
-    run, *given = maps()[name]
-    tensors = [x for x in (*given[0], *given[1:]) if isinstance(x, torch.Tensor)]
-    runs.seen.clear()
-    expected = run.__wrapped__(*given)
-    launches = list(runs.seen)
-    assert launches
-    runs.seen.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(Launch, "launch", None)
-        found = run(*given)
-    assert renamed(runs.seen, tensors) == renamed(launches, tensors)
-    assert [*map(alike, found)] == [*map(alike, expected)]
+def model_of(layer: str, layers: int = 1, dtype=torch.bfloat16) -> tuple[CausalLM, torch.Tensor]:
+    config = {"vocab_size": 64, "hidden_size": 128, "num_layers": layers, "num_heads": 8}
+    model = CausalLM(ModelConfig(layer_types=layer, **config)).to(dtype)
+    adjoin_projections(model, tuple(model.parameters()))
+    return model, torch.randint(64, (1, 64))
 
 
-@pytest.mark.usefixtures("runs")
-@pytest.mark.parametrize("name", maps())
-def test_the_default_type_of_tensors_is_none_of_their_business(name: str) -> None:
-    run, *given = maps()[name]
-    expected = run.__wrapped__(*given)
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.bfloat16)
-        found = run.__wrapped__(*given)
-    finally:
-        torch.set_default_dtype(before)
-    assert [*map(alike, found)] == [*map(alike, expected)]
+def block(layer: str, autocast: bool) -> None:
+    """Norms, projections, gates and a network, whose gradients share memory."""
+    model, tokens = model_of(layer, dtype=torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        model.hidden(tokens)[0].float().square().sum().backward()
+
+
+# Those whose tensors begin on the grid of 16 bytes.
+MAPS = (
+    "conv", "conv, packed", "conv, fresh", "three convs", "three convs in one launch", "norm",
+    "norm without gate", "residual norm", "head decay", "head decay and step",
+)  # fmt: skip
+STEPS = {name: partial(operator, MAKERS[name]) for name in MAPS}
+STEPS |= {
+    f"{layer}, autocast {on}": partial(block, layer, on)
+    for layer in ("gated_deltanet", "deltanet", "mamba2") for on in (False, True)
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("held", "everywhere")
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_a_step_is_repeated_as_it_launches(step, runs) -> None:
+    calls = [calls_of(step) for _ in range(3)]
+    assert calls[0]
+    for (run, *first), (_, *second), (_, *last) in zip(*calls, strict=True):
+        forget_calls()
+        assert_repeated(run, *first, *second, *last, runs)
+
+
+@pytest.mark.usefixtures("runs", "everywhere")
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_the_default_type_of_tensors_is_none_of_their_business(step) -> None:
+    for run, given in calls_of(step):
+        expected = run.run(*given)
+        before = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(torch.bfloat16)
+            found = run.run(*given)
+        finally:
+            torch.set_default_dtype(before)
+        assert [*map(alike, found)] == [*map(alike, expected)]
 
 
 def assert_another_kind(run, given, other, monkeypatch, around=nullcontext) -> None:
@@ -666,13 +600,16 @@ def assert_another_kind(run, given, other, monkeypatch, around=nullcontext) -> N
         run(*given)
 
 
+NORM = GatedNorm(*torch.randn(2, 1, 16, 2, 16), torch.randn(16), 1e-5, "silu", False)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"eps": 1e-6}, {"activation": "sigmoid"}, {"gate": None}, {"weight": torch.ones(16).double()}],
 )  # fmt: skip
 def test_another_number_or_type_is_another_kind(change, runs, monkeypatch) -> None:
-    run, norm = maps()["norm"]
-    assert_another_kind(run, [norm], [norm._replace(**change)], monkeypatch)
+    norm = NORM._replace(**change)
+    assert_another_kind(norms_triton.gated_norm, [NORM], [norm], monkeypatch)
 
 
 @contextmanager
@@ -691,8 +628,7 @@ def hooked():
 
 @pytest.mark.parametrize("around", [chained, hooked])
 def test_a_chain_of_launches_and_one_that_is_watched_are_others(around, runs, monkeypatch) -> None:
-    run, norm = maps()["norm"]
-    assert_another_kind(run, [norm], [norm], monkeypatch, around)
+    assert_another_kind(norms_triton.gated_norm, [NORM], [NORM], monkeypatch, around)
 
 
 class Other(torch.Tensor):
@@ -939,28 +875,19 @@ def calls_of_ours(run) -> int:
     return count
 
 
-@pytest.mark.usefixtures("runs", "trains")
+@pytest.mark.usefixtures("runs", "everywhere")
 @pytest.mark.parametrize(("training", "most"), [(True, 402), (False, 290)])
-def test_a_block_takes_few_calls_of_python_functions(training, most, monkeypatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
-    monkeypatch.setattr(fused_kernels, "why_no_triton", lambda name, x: None)
-    monkeypatch.setattr("deltarule.nn.embedding.is_hopper", lambda device: False)
+def test_a_block_takes_few_calls_of_python_functions(training, most) -> None:
     counts = []
     for layers in (2, 3):
-        config = ModelConfig(
-            vocab_size=64, hidden_size=128, num_layers=layers, num_heads=8,
-            layer_types="gated_deltanet",
-        )  # fmt: skip
-        model, tokens = CausalLM(config).bfloat16(), torch.randint(64, (1, 64))
-        adjoin_projections(model, tuple(model.parameters()))
+        model, tokens = model_of("gated_deltanet", layers)
 
         def step(model=model, tokens=tokens) -> None:
             x = model.hidden(tokens)[0]
             if training:
                 x.float().sum().backward()
 
-        # On autograd's own thread nobody counts.
-        with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(training):
             for _ in range(4):
                 step()
             counts.append(calls_of_ours(step))

@@ -300,8 +300,8 @@ def residual_norm_backward_kernel(
 def residual_norm(inputs: ResidualNorm, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """s like x, in the wider of the dtypes of x and y, and z, in `dtype` or that of s."""
     x, y = adjacent(as_rows(inputs.x)), adjacent(as_rows(inputs.y))
-    # An operator of PyTorch, which is no launch.
-    wide = x.dtype if x.dtype == y.dtype else torch.promote_types(x.dtype, y.dtype)
+    # As promote_types says, which is an operator and no launch: none that has it is recorded.
+    wide = x.dtype if x.dtype == y.dtype else torch.float32
     s, z = (torch.empty(inputs.x.shape, dtype=of, device=x.device) for of in (wide, dtype or wide))
     if s.numel():
         rows, size = x.shape
