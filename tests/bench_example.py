@@ -43,9 +43,4 @@ def example_report(date="2030-01-02T03:04+00:00", ours=0.25):
 
 
 def passed(graph_ms):
-    return {
-        "first_s": 1.5,
-        "extra_MiB": 800.0,
-        "eager_ms": graph_ms + 0.1,
-        "graph_ms": graph_ms,
-    }
+    return {"first_s": 1.5, "extra_MiB": 800.0, "eager_ms": graph_ms + 0.1, "graph_ms": graph_ms}

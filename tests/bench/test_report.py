@@ -112,10 +112,7 @@ def test_a_ratio_is_taken_within_one_run_and_our_time_from_the_newest():
     found = {(x.operation, x.shape.name, x.passed): x for x in report.timings([new, old])}
     gated = found["gdn", TRAIN.name, "forward"]
     assert gated.ours_ms == 0.25
-    assert gated.peers == {
-        "fla": (0.84, None),
-        "flash_qla": (0.34, pytest.approx(0.34 / 0.25)),
-    }
+    assert gated.peers == {"fla": (0.84, None), "flash_qla": (0.34, pytest.approx(0.34 / 0.25))}
     assert [*gated.peers] == ["fla", "flash_qla"]
 
 

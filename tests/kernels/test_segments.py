@@ -250,13 +250,7 @@ PACKED = {
 
 # Chunks in a segment: 0 leaves sequences whole, of one segment then.
 HALVED = PACKED | {name: x for name, x in CASES.items() if "lengths" not in x}
-KINDS = [
-    ("heads", 2),
-    ("heads", 0),
-    ("goes on", 2),
-    ("channels", 0),
-    *[(x, 1) for x in HALVED],
-]
+KINDS = [("heads", 2), ("heads", 0), ("goes on", 2), ("channels", 0), *[(x, 1) for x in HALVED]]
 
 
 @interpreted

@@ -8,12 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deltarule
 from deltarule.models import CausalLM, ModelConfig
-from deltarule.nn import (
-    Attention,
-    LatentAttention,
-    SlidingWindowAttention,
-    masked_attention,
-)
+from deltarule.nn import Attention, LatentAttention, SlidingWindowAttention, masked_attention
 from deltarule.nn.rotation import rotate
 from models.checkpoints import check_ways_of_reading
 from nn.layers import HIDDEN, inputs, make

@@ -24,8 +24,7 @@ def check(processes: Processes, run: str = "heads_and_shards", **given: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("mixer", "tensor"),
-    [*((mixer, 2) for mixer in KINDS), ("gated_deltanet", 1), ("rwkv7", 1)],
+    ("mixer", "tensor"), [*((mixer, 2) for mixer in KINDS), ("gated_deltanet", 1), ("rwkv7", 1)]
 )
 def test_heads_and_shards_over_two(two: Processes, mixer: str, tensor: int) -> None:
     check(two, mixer=mixer, tensor=tensor)
