@@ -7,8 +7,8 @@ from deltarule.ops.context import Context
 from deltarule.ops.context.exchange import Met
 from deltarule.ops.delta_rule import spanning as between
 from deltarule.ops.delta_rule.spanning import Join
-from kernels.interpreted import inputs_of, interpreted
-from oracle import NAMES, Case, make_case, weights, with_gradients
+from kernels.interpreted import inputs_of, interpreted, on_the_cpu
+from oracle import NAMES, Case, check, compared, make_case, weights, with_gradients
 from promised import promised
 from tolerance import assert_close, relative_rms
 
@@ -18,36 +18,15 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes, spanning
 from deltarule.ops.delta_rule.triton import plan as launch
 
+__all__ = ["on_the_cpu"]
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 
 def weakly_decaying(**options) -> Case:
     """A case in which what came before a segment still counts after it."""
     case = make_case(**{"heads": 1, "value_heads": 2, "dtype": torch.float32} | options)
     log_decay = case.tensors["log_decay"]
     return case if log_decay is None else case.changed(log_decay=log_decay * 0.01)
-
-
-def results(inputs: Inputs, case: Case, save: bool) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Outputs, final state and gradients, each with what the definition says."""
-    d_o, d_state = (x.float() for x in weights(case))
-    exact, gradients = with_gradients(
-        case.to(torch.float64), "reference", d_o.double(), d_state.double()
-    )
-    device, dtype = inputs.q.device, inputs.q.dtype
-    o, state, saved = passes.forward(inputs, save)
-    found = passes.backward(d_o.to(device, dtype), d_state.to(device), inputs, saved)
-    pairs = {
-        name: (x, gradients[name])
-        for name, x in zip(NAMES, found, strict=True)
-        if name in gradients
-    }
-    if "log_decay" in pairs and case.tensors["log_decay"].ndim == 1:
-        pairs["log_decay"] = pairs["log_decay"][0].sum((0, 1)), gradients["log_decay"]
-    return pairs | {"o": (o, exact.o), "state": (state, exact.final_state)}
-
-
-def assert_exact(case: Case, save: bool) -> None:
-    for name, (x, exact) in results(inputs_of(case), case, save).items():
-        assert_close(x, exact, gradient=name not in ("o", "state"), name=name)
 
 
 CASES = {
@@ -77,7 +56,7 @@ CASES = {
 def test_segments_equal_the_definition(options, per_segment, monkeypatch) -> None:
     monkeypatch.setattr(launch, "chunks_per_segment", lambda *shapes: per_segment)
     case = weakly_decaying(**options)
-    assert_exact(case, save=per_segment == 1)
+    check(case, "triton", save_states=per_segment == 1)
 
 
 @interpreted
@@ -86,7 +65,7 @@ def test_a_reset_between_segments_and_one_within(monkeypatch) -> None:
     case = weakly_decaying(tokens=260, batch=1)
     log_decay = case.tensors["log_decay"].clone()
     log_decay[:, 128], log_decay[:, 150, 1] = -torch.inf, -1e4
-    assert_exact(case.changed(log_decay=log_decay), save=True)
+    check(case.changed(log_decay=log_decay), "triton")
 
 
 def packed(sequences: int) -> dict[str, torch.Tensor]:
@@ -151,16 +130,16 @@ SHAPES = {"row": {"tokens": 140}, "packed": {"lengths": (3, 0, 137)}}
 def test_narrow_tiles_give_the_same_numbers(shape, monkeypatch) -> None:
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     case = weakly_decaying(key_size=16, value_size=100, value_heads=1, batch=1, **shape)
-    case, found = case.to(torch.float16), {}
-    for narrow in (False, True):
-        inputs = inputs_of(case)._replace(batch_invariant=not narrow)
-        assert launch.new_plan(inputs).tile_key.narrow is narrow
+    case, found = case.to(torch.float16), []
+    for wide in (True, False):
+        inputs = inputs_of(case)._replace(batch_invariant=wide)
+        assert launch.new_plan(inputs).tile_key.narrow is not wide
         torch.manual_seed(1)
-        found[narrow] = results(inputs, case, True)
-    for name, (x, exact) in found[True].items():
-        wide = found[False][name][0]
+        found.append(compared(case, "triton", batch_invariant=wide))
+    for name, (wide, exact, _) in found[0].items():
+        x = found[1][name].found
         # Summed in another order, some round to another float16; which, depends on the processor.
-        assert relative_rms(x, wide) < relative_rms(wide, exact) / 2, name
+        assert relative_rms(x, wide.double()) < relative_rms(wide, exact) / 2, name
         assert relative_rms(x, exact) < 2**-8, name
 
 
@@ -178,17 +157,17 @@ def test_a_split_is_as_exact_as_whole_sequences(decay, dtype, monkeypatch) -> No
     )  # fmt: skip
     inputs = inputs_of(case, "cuda")
     assert launch.make_plan(inputs).per_segment > 0
-    split = errors(inputs, case)
+    split = errors(case)
     monkeypatch.setattr(launch, "chunks_per_segment", lambda *shapes: 0)
     monkeypatch.setattr(passes.plan, "make_plan", launch.new_plan)
-    worse = {name: (split[name], error) for name, error in errors(inputs, case).items()}
+    worse = {name: (split[name], error) for name, error in errors(case).items()}
     assert {name: pair for name, pair in worse.items() if pair[0] > 1.1 * pair[1]} == {}
 
 
-def errors(inputs: Inputs, case: Case) -> dict[str, float]:
+def errors(case: Case) -> dict[str, float]:
     torch.manual_seed(0)
-    found = results(inputs, case, save=True)
-    return {name: relative_rms(x.cpu(), exact) for name, (x, exact) in found.items()}
+    found = compared(case, "triton", device="cuda")
+    return {name: relative_rms(x, exact) for name, (x, exact, _) in found.items()}
 
 
 # ---- kernels that meet other processes half way --------------------------------------------------

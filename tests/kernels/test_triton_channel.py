@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.interpreted import interpreted, on_the_cpu
-from kernels.test_triton_kernels import test_nothing_comes_from_the_future as nothing_comes
+from kernels.test_triton_kernels import check_causal
 from oracle import Case, check, compared, make_case
 from promised import promised
 from tolerance import relative_rms
@@ -171,7 +171,6 @@ def test_decays_between_weak_and_reset() -> None:
 
 
 @overflows
-@pytest.mark.parametrize("change", [-0.3, -3.0, -30.0, -1e6])
 @pytest.mark.parametrize(("erase", "n_steps"), [("none", 1), ("tied", 2)])
-def test_nothing_of_fast_rows_comes_from_the_future(in_float32, erase, n_steps, change) -> None:
-    nothing_comes("channel", erase, n_steps, change)
+def test_nothing_of_fast_rows_comes_from_the_future(in_float32, erase, n_steps) -> None:
+    check_causal(small("channel", erase, n_steps=n_steps, tokens=60))

@@ -8,6 +8,7 @@ import torch
 from kernels.interpreted import inputs_of, interpreted, on_the_cpu
 from oracle import Case, check, make_case
 from promised import promised
+from truth import assert_causal
 
 promised("triton")
 
@@ -107,24 +108,17 @@ def test_any_strides(decay: str, erase: str) -> None:
     check(case.changed(**turned), "triton")
 
 
-@pytest.mark.parametrize("change", [-0.3, -30.0, -1e6])
+def check_causal(case: Case) -> None:
+    """What is changed in the middle of a block, or where one begins; decays are of every size."""
+    assert_causal(case, lambda case: case.run("triton").o, (37, 48), (0.5, 30.0, 1e6))
+
+
 @pytest.mark.parametrize(
     ("decay", "erase", "n_steps"),
     [("head", "tied", 1), ("channel", "none", 1), ("channel", "tied", 2), ("channel", "free", 1)],
 )
-def test_nothing_comes_from_the_future(decay, erase, n_steps, change) -> None:
-    case = small(decay, erase, n_steps=n_steps, tokens=60)
-    before = case.run("triton").o
-    for t in (37, 40, 48):
-        later = {}
-        for name in set(case.present()) - {"initial_state"}:
-            x = case.tensors[name].clone()
-            start = t * n_steps if name in ("k", "v", "beta") else t
-            x[:, start:] = change if name == "log_decay" else x[:, start:] * 1.5
-            later[name] = x
-        after = case.changed(**later).run("triton").o
-        assert torch.equal(before[:, :t], after[:, :t])
-        assert not torch.equal(before[:, t:], after[:, t:])
+def test_nothing_comes_from_the_future(decay, erase, n_steps) -> None:
+    check_causal(small(decay, erase, n_steps=n_steps, tokens=60))
 
 
 # ---- scores that the scans take -----------------------------------------------------------------
@@ -148,24 +142,18 @@ def test_scores_that_the_scans_take(monkeypatch, erase, normalize_qk, sizes) -> 
 
 
 @pytest.mark.parametrize(
-    ("changed", "taken"),
+    ("architecture", "changed", "taken"),
     [
-        ({}, True), ({"value_size": 128, "key_size": 128}, True), ({"decay": "head"}, False),
-        ({"n_steps": 2}, False), ({"value_size": 129}, False), ({"key_size": 129}, False),
-        ({"dtype": torch.float16}, False), ({"dtype": torch.float32}, False),
+        (0, {}, True), (0, {"value_size": 128, "key_size": 128}, True),
+        (0, {"decay": "head"}, False),
+        (0, {"n_steps": 2}, False), (0, {"value_size": 129}, False), (0, {"key_size": 129}, False),
+        (0, {"dtype": torch.float16}, False), (0, {"dtype": torch.float32}, False),
+        (80, {}, False), (90, {}, True), (100, {}, False), (120, {}, False),
     ],
 )  # fmt: skip
-def test_which_scores_the_scans_take(changed: dict, taken: bool) -> None:
-    inputs = inputs_of(
-        make_case(**{"decay": "none", "dtype": torch.bfloat16, "tokens": 3, **changed})
-    )
-    assert scores.scans_score(inputs, new_plan(inputs)) == taken
-
-
-@pytest.mark.parametrize(
-    ("architecture", "taken"), [(80, False), (90, True), (100, False), (120, False)]
-)
-def test_where_the_scans_take_scores(monkeypatch, architecture: int, taken: bool) -> None:
-    monkeypatch.setattr(tile_sizes, "INTERPRETED", architecture)
-    inputs = inputs_of(make_case("none", dtype=torch.bfloat16, tokens=3))
+def test_which_scores_the_scans_take_and_where(architecture, changed, taken, monkeypatch) -> None:
+    if architecture:
+        monkeypatch.setattr(tile_sizes, "INTERPRETED", architecture)
+    given = {"decay": "none", "dtype": torch.bfloat16, "tokens": 3, **changed}
+    inputs = inputs_of(make_case(**given))
     assert scores.scans_score(inputs, new_plan(inputs)) == taken
