@@ -1,10 +1,12 @@
-"""The models of flash-linear-attention, transcribed from its naive recurrences: a loop over tokens.
+"""The models of flash-linear-attention, transcribed: the definition loops over tokens.
 
 `logits(config, tensors, tokens)` takes a checkpoint as it is stored, computed in float64.
 """
 
 import torch
 import torch.nn.functional as F
+
+from deltarule.ops.delta_rule import definition
 
 
 class Stored:
@@ -77,21 +79,9 @@ def finish(o, x, w, config, *, norm="o_norm", gate=F.silu):
 
 
 def recurrence(q, k, v, *, beta=None, log_decay=None, steps=1):
-    """S = S Diag(a), then a write for each step, then S q / sqrt(K); shapes [B, T, H, size]."""
-    B, T, H, K = q.shape
-    S = q.new_zeros(B, H, v.shape[-1], K)
-    out = []
-    for t in range(T):
-        if log_decay is not None:
-            decay = log_decay[:, t].exp()
-            S = S * (decay[..., None, None] if decay.ndim == 2 else decay[:, :, None])
-        for j in range(t * steps, (t + 1) * steps):
-            write = v[:, j]
-            if beta is not None:
-                write = beta[:, j, :, None] * (write - torch.einsum("bhvk,bhk->bhv", S, k[:, j]))
-            S = S + write[..., None] * k[:, j, :, None]
-        out.append(torch.einsum("bhvk,bhk->bhv", S, q[:, t]) * K**-0.5)
-    return torch.stack(out, 1)
+    """The definition's output; shapes [B, T, H, size]."""
+    given = {"beta": beta, "log_decay": log_decay, "n_steps": steps}
+    return definition.delta_rule(q, k, v, **given)[0]
 
 
 def strength(x, w, config):
@@ -102,10 +92,6 @@ def head_decay(x, w):
     return -w["A_log"].exp() * F.softplus(x @ w["a_proj.weight"].T + w["dt_bias"])
 
 
-def per_head(x, heads):
-    return x.repeat_interleave(heads // x.shape[2], 2)
-
-
 def sizes(config):
     if "head_dim" in config:
         return config["head_dim"], int(config["head_dim"] * config["expand_v"])
@@ -113,18 +99,15 @@ def sizes(config):
     return (round(width * config[n]) // config["num_heads"] for n in ("expand_k", "expand_v"))
 
 
+MAPS = {"elu": lambda y: F.elu(y) + 1, "relu": F.relu, "identity": lambda y: y}
+
+
 def delta_net(x, w, config):
     K, V = sizes(config)
     silu = config["qk_activation"] == "silu"
-    q, k = (stream(x, w, name, K, silu=silu) for name in "qk")
-    if config["qk_activation"] == "elu":
-        q, k = F.elu(q) + 1, F.elu(k) + 1
-    elif config["qk_activation"] == "relu":
-        q, k = F.relu(q), F.relu(k)
-    if config["qk_norm"] == "l2":
-        q, k = unit(q), unit(k)
-    else:
-        q, k = (y / y.sum(-1, keepdim=True) for y in (q, k))
+    phi = MAPS.get(config["qk_activation"], MAPS["identity"])
+    norm = unit if config["qk_norm"] == "l2" else lambda y: y / y.sum(-1, keepdim=True)
+    q, k = (norm(phi(stream(x, w, name, K, silu=silu))) for name in "qk")
     o = recurrence(q, k, stream(x, w, "v", V), beta=strength(x, w, config))
     return finish(o, x, w, config)
 
@@ -132,7 +115,7 @@ def delta_net(x, w, config):
 def gated_deltanet(x, w, config):
     K, V = sizes(config)
     v = stream(x, w, "v", V)
-    q, k = (per_head(unit(stream(x, w, name, K)), v.shape[2]) for name in "qk")
+    q, k = (unit(stream(x, w, name, K)) for name in "qk")
     o = recurrence(q, k, v, beta=strength(x, w, config), log_decay=head_decay(x, w))
     return finish(o, x, w, config)
 
@@ -140,7 +123,7 @@ def gated_deltanet(x, w, config):
 def kda(x, w, config):
     K, V = sizes(config)
     v = stream(x, w, "v", V)
-    q, k = (per_head(unit(stream(x, w, name, K)), v.shape[2]) for name in "qk")
+    q, k = (unit(stream(x, w, name, K)) for name in "qk")
     logits = x @ w["f_proj.0.weight"].T @ w["f_proj.1.weight"].T + w["dt_bias"]
     logits, rate = logits.unflatten(-1, (-1, K)), w["A_log"].exp()[:, None]
     bound = config.get("lower_bound")
@@ -181,24 +164,15 @@ def gla(x, w, config):
 def retnet(x, w, config):
     K, V = sizes(config)
     q, k, v = (stream(x, w, n, size, silu=False) for n, size in (("q", K), ("k", K), ("v", V)))
-    turns = 10000.0 ** (-torch.arange(0, K, 2, dtype=torch.float64) / K)
-    angles = (torch.arange(x.shape[1], dtype=torch.float64)[:, None] * turns)[:, None]
-
-    def turn(y):
-        a, b = y.chunk(2, -1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
     decay = (1 - 2.0 ** (-5 - torch.arange(q.shape[2], dtype=torch.float64))).log()
-    o = recurrence(turn(q), turn(k), v, log_decay=decay.expand(*x.shape[:2], -1))
+    o = recurrence(turned(q, 1e4), turned(k, 1e4), v, log_decay=decay.expand(*x.shape[:2], -1))
     return finish(o, x, w, config, norm=swish_norm(config))
 
 
 def linear_attn(x, w, config):
     K, V = sizes(config)
     q, k, v = (stream(x, w, n, size, silu=False) for n, size in (("q", K), ("k", K), ("v", V)))
-    maps = {"elu": lambda y: F.elu(y) + 1, "relu": F.relu, "identity": lambda y: y}
-    phi = maps[config["feature_map"]]
+    phi = MAPS[config["feature_map"]]
     return finish(recurrence(phi(q), phi(k), v), x, w, config, norm="norm")
 
 
@@ -211,34 +185,27 @@ def hgrn2(x, w, config):
     return rms(o.flatten(-2), w["g_norm.weight"], 1e-5) @ w["o_proj.weight"].T
 
 
+def turned(y, base):
+    """Channels i and i + D/2 of [B, T, H, D] turn as one complex number."""
+    half = y.shape[-1] // 2
+    rates = base ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(y.shape[1])[:, None, None] * rates
+    z = torch.complex(*y.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([z.real, z.imag], -1)
+
+
 def attention(x, w, config):
-    """Softmax attention: channels i and i + D/2 of q and k turn as one complex number."""
+    """Softmax attention."""
     options = config["attn"]
     size = config["hidden_size"] // options["num_heads"]
-    q, k, v = (
-        (x @ w[f"{n}_proj.weight"].T).unflatten(-1, (-1, size)).transpose(1, 2) for n in "qkv"
-    )
-    rates = options["rope_theta"] ** -(torch.arange(size // 2, dtype=torch.float64) * 2 / size)
+    q, k, v = ((x @ w[f"{n}_proj.weight"].T).unflatten(-1, (-1, size)) for n in "qkv")
+    q, k, v = (y.transpose(1, 2) for y in (*(turned(y, options["rope_theta"]) for y in (q, k)), v))
     place = torch.arange(x.shape[1])
-    turns = torch.polar(torch.ones(1, dtype=torch.float64), place[:, None] * rates)
-
-    def turned(y):
-        z = torch.complex(*y.chunk(2, -1)) * turns
-        return torch.cat([z.real, z.imag], -1)
-
     near = place[:, None] - place
     seen = (near >= 0) & (near < (options["window_size"] or len(place)))
-    o = F.scaled_dot_product_attention(turned(q), turned(k), v, seen, enable_gqa=True)
+    o = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
     return o.transpose(1, 2).flatten(2) @ w["o_proj.weight"].T
 
 
-MIXERS = {
-    "delta_net": delta_net,
-    "gated_deltanet": gated_deltanet,
-    "kda": kda,
-    "gated_deltaproduct": gated_deltaproduct,
-    "gla": gla,
-    "retnet": retnet,
-    "linear_attn": linear_attn,
-    "hgrn2": hgrn2,
-}
+OURS = (delta_net, gated_deltanet, kda, gated_deltaproduct, gla, retnet, linear_attn, hgrn2)
+MIXERS = {mixer.__name__: mixer for mixer in OURS}
