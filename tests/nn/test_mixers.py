@@ -51,61 +51,47 @@ def test_every_layer_has_a_row_and_every_row_its_layer():
         assert issubclass(mixer, DeltaMixer) == (name in RULES), name
 
 
+# Single tokens decode, without gradients; in float32 their sums are those of 40.
+CUTS = {"each token": (torch.float32, (1,) * 40)}
+CUTS |= {f"at {n}": (DOUBLE, (n, 24 - n)) for n in (0, 1, 2, 17, 23, 24)}
+
+
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(
     ("name", "options"), [*((name, {}) for name in NAMES), ("kda", {"gate_lower_bound": -5.0})]
 )
-def test_step_by_step_equals_the_whole_pass(name, options):
-    layer, x = make(name, **options), inputs(2, 40)
-    with torch.no_grad():
+def test_parts_equal_one_pass(name, options, cut):
+    dtype, lengths = CUTS[cut]
+    layer, x = make(name, dtype, **options), inputs(2, sum(lengths), dtype)
+    state, parts = layer.init_state(2) if dtype == torch.float32 else None, []
+    with torch.set_grad_enabled(dtype == DOUBLE):
         whole, after = layer(x)
-        state, steps = layer.init_state(2), []
-        for t in range(x.shape[1]):
-            y, state = layer(x[:, t : t + 1], state)
-            steps.append(y)
-    assert_same(torch.cat(steps, dim=1), whole)
+        for part in x.split(lengths, 1):
+            y, state = layer(part, state)
+            parts.append(y)
+    assert_same(torch.cat(parts, dim=1), whole)
     assert_same_state(state, after)
-
-
-@pytest.mark.parametrize("split", [0, 1, 2, 17, 23, 24])
-@pytest.mark.parametrize("name", NAMES)
-def test_carried_state_equals_one_pass(name, split):
-    layer, x = make(name, DOUBLE), inputs(2, 24, DOUBLE)
-    whole, after = layer(x)
-    first, state = layer(x[:, :split])
-    second, state = layer(x[:, split:], state)
-    assert_same(torch.cat([first, second], dim=1), whole)
-    assert_same_state(state, after)
-    assert whole.dtype == DOUBLE
-    assert all(t.dtype in (DOUBLE, torch.int64, torch.bool) for t in state.values())
+    assert whole.dtype == dtype
+    exact = (torch.float32, dtype, torch.int64, torch.bool)
+    assert all(t.dtype in exact[dtype == DOUBLE :] for t in state.values())
 
 
 LENGTHS = [1, 0, 7, 2, 1, 0, 13, 0]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_packed_equals_separate(name):
+@pytest.mark.parametrize(
+    ("name", "continued"), [(x, False) for x in NAMES] + [(x, True) for x in RECURRENT]
+)
+def test_packed_equals_separate(name, continued):
     layer, x = make(name, DOUBLE), inputs(1, sum(LENGTHS), DOUBLE)
-    y, state = layer(x, cu_seqlens=deltarule.pack(LENGTHS))
+    before = layer(inputs(len(LENGTHS), 6, DOUBLE) + 1)[1] if continued else None
+    y, state = layer(x, before, cu_seqlens=deltarule.pack(LENGTHS))
     for row, (part, out) in enumerate(zip(x.split(LENGTHS, 1), y.split(LENGTHS, 1), strict=True)):
-        alone, after = layer(part)
+        alone, after = layer(part, None if before is None else before.select([row]))
         assert_same(out, alone)
         if name not in ATTENTION:
             assert_same_state(state.select([row]), after)
-    if name in ATTENTION:
-        assert state == {}
-
-
-@pytest.mark.parametrize("name", RECURRENT)
-def test_packed_sequences_continue_from_their_own_states(name):
-    layer, x = make(name, DOUBLE), inputs(len(LENGTHS), 13, DOUBLE)
-    _, before = layer(inputs(len(LENGTHS), 6, DOUBLE) - x[:, :6])
-    packed = torch.cat([row[:length] for row, length in zip(x, LENGTHS, strict=True)])[None]
-    y, state = layer(packed, before, cu_seqlens=deltarule.pack(LENGTHS))
-    outputs = y.split(LENGTHS, 1)
-    for row, length in enumerate(LENGTHS):
-        alone, after = layer(x[row : row + 1, :length], before.select([row]))
-        assert_same(outputs[row], alone)
-        assert_same_state(state.select([row]), after)
+    assert name not in ATTENTION or state == {}
 
 
 MASKS = {
@@ -186,30 +172,27 @@ def test_leaves_the_given_state_alone(name):
     assert all(after[key].data_ptr() != state[key].data_ptr() for key in kept if kept[key].numel())
 
 
+def assert_gates_alone_are_float32(layer, others):
+    for key, parameter in layer.named_parameters():
+        exact = key in layer.float32_parameters
+        assert parameter.dtype == (torch.float32 if exact else others), key
+
+
 @pytest.mark.parametrize("cast", ["bfloat16", "half"])
 @pytest.mark.parametrize("name", NAMES)
-def test_gates_stay_in_float32(name, cast):
+def test_gates_and_their_gradients_stay_in_float32(name, cast):
     layer = make(name)
+    layer(inputs(1, 4))[0].sum().backward()
     before = {key: p.clone() for key, p in layer.named_parameters()}
     getattr(layer, cast)()
-    for key, parameter in layer.named_parameters():
-        if key in layer.float32_parameters:
-            assert torch.equal(parameter, before[key]), key
-        else:
-            assert parameter.dtype == getattr(torch, {"half": "float16"}.get(cast, cast)), key
+    assert_gates_alone_are_float32(layer, torch.bfloat16 if cast == "bfloat16" else torch.float16)
+    exact = before.keys() & set(layer.float32_parameters)
+    assert all(torch.equal(layer.get_parameter(x), before[x]) for x in exact)
+    assert all(p.grad is None or p.grad.dtype == p.dtype for p in layer.parameters())
     layer.double()
     assert {p.dtype for p in layer.parameters()} == {torch.float64}
     layer.to(torch.bfloat16)
-    kept = [p for key, p in layer.named_parameters() if key in layer.float32_parameters]
-    assert all(p.dtype == torch.float32 for p in kept)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gates_and_their_gradients_share_a_dtype(name):
-    layer = make(name)
-    layer(inputs(1, 4))[0].sum().backward()
-    layer.to(torch.bfloat16)
-    assert all(p.grad is None or p.grad.dtype == p.dtype for p in layer.parameters())
+    assert_gates_alone_are_float32(layer, torch.bfloat16)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -219,9 +202,8 @@ def test_gates_stay_in_float32_when_16_bits_are_loaded(name, assign):
     stored = {key: p.bfloat16() for key, p in layer.state_dict().items()}
     kept = dict(stored)
     layer.load_state_dict(stored, assign=assign)
+    assert_gates_alone_are_float32(layer, torch.bfloat16 if assign else torch.float32)
     for key, parameter in layer.named_parameters():
-        exact = key in layer.float32_parameters or not assign
-        assert parameter.dtype == (torch.float32 if exact else torch.bfloat16), key
         assert torch.equal(parameter.bfloat16(), kept[key]), key
     assert all(stored[key] is kept[key] for key in kept)
 
@@ -237,12 +219,9 @@ def test_gates_start_in_float32_whatever_the_default(name):
         assert layer(torch.ones(1, 3, HIDDEN))[0].isfinite().all()
     finally:
         torch.set_default_dtype(torch.float32)
-    for key, parameter in layer.named_parameters():
-        exact = key in layer.float32_parameters
-        assert parameter.dtype == (torch.float32 if exact else torch.bfloat16), key
-    for key in ("erase_scale", "shift_mix", "decay_bias"):
-        if key in expected:
-            assert torch.equal(getattr(layer, key), expected[key]), key
+    assert_gates_alone_are_float32(layer, torch.bfloat16)
+    for key in {"erase_scale", "shift_mix", "decay_bias"} & expected.keys():
+        assert torch.equal(getattr(layer, key), expected[key]), key
 
 
 LATER = {"rwkv7": {"layer_index": 1, "num_layers": 3}}
@@ -336,20 +315,16 @@ def test_wrong_calls_name_the_argument(name, message):
         make(name)(given.pop("x"), given.pop("state", None), **given)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_dtypes_are_refused_where_there_is_no_autocast(name):
-    with pytest.raises(ValueError, match=r"x must be torch\.float32"):
-        make(name).to("meta")(X.to("meta", torch.bfloat16))
-
-
-@pytest.mark.parametrize("given", [torch.float64, torch.int64])
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float64, torch.int64])
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast_excuses_only_what_it_casts(name, given):
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ValueError, match=f"x must be torch.float32 .*, got {given}"),
-    ):
-        make(name)(X.to(given))
+    """And where there is none, as on the meta device, nothing."""
+    layer, x = make(name), X.to(given)
+    if given == torch.bfloat16:
+        layer, x = layer.to("meta"), x.to("meta")
+    says = pytest.raises(ValueError, match=f"x must be torch.float32 .*, got {given}")
+    with torch.autocast("cpu", torch.bfloat16, enabled=given != torch.bfloat16), says:
+        layer(x)
 
 
 BAD_STATES = {
