@@ -1,6 +1,6 @@
 """The operators beside the recurrence, each as a fused and a plain form of the same map."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,12 +24,22 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Neighbour:
-    """One map in two forms; `wide` names the tensors that stay in float32 with 16-bit inputs."""
+    """One map in two forms, and what both are given of the tensors that have gradients.
+
+    `wide` names the tensors that stay in float32 with 16-bit inputs.
+    """
 
     tensors: Tensors
-    fused: Callable[[Tensors], tuple[Tensor, ...]]
-    plain: Callable[[Tensors], tuple[Tensor, ...]]
+    given: Callable[[Tensors], tuple]
+    fused_form: Callable[..., object]
+    plain_form: Callable[..., object]
     wide: tuple[str, ...] = ()
+
+    def fused(self, x: Tensors) -> tuple[Tensor, ...]:
+        return outputs_of(self.fused_form(*self.given(x)))
+
+    def plain(self, x: Tensors) -> tuple[Tensor, ...]:
+        return outputs_of(self.plain_form(*self.given(x)))
 
     def to(self, dtype: torch.dtype, device: str = "cpu") -> "Neighbour":
         """The inputs in another dtype, float32 at least for parameters, or on another device."""
@@ -39,6 +49,14 @@ class Neighbour:
             for name, x in self.tensors.items()
         }  # fmt: skip
         return replace(self, tensors=moved)
+
+
+def outputs_of(found: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (found,) if isinstance(found, Tensor) else tuple(found)
+
+
+def offsets(lengths: tuple[int, ...], x: Tensor) -> Tensor:
+    return torch.tensor([0, *lengths], device=x.device).cumsum(0)
 
 
 def conv(
@@ -55,22 +73,11 @@ def conv(
         # Fewer real tokens than the window holds.
         mask[0, 2:] = False
 
-    def call(x: Tensors) -> tuple[Tensor, Tensor, Tensor, Layout, bool]:
-        offsets = None
-        if lengths is not None:
-            offsets = torch.tensor([0, *lengths], device=x["x"].device).cumsum(0)
-        given = x["x"][..., 1 : channels + 1] if sliced else x["x"]
-        layout = make_layout(given, offsets, None if mask is None else mask.to(given.device))
-        return layout.to_front(given), x["weight"], x.get("history"), layout, activated
-
-    def fused(x: Tensors) -> tuple[Tensor, ...]:
-        return short_conv.fused_convolution(*call(x))
-
-    def plain(x: Tensors) -> tuple[Tensor, ...]:
-        given, weight, history, *others = call(x)
-        if history is None:
-            history = given.new_zeros(sequences, taps - 1, channels)
-        return short_conv.plain_convolution(given, weight, history, *others)
+    def given(x: Tensors) -> tuple:
+        y = x["x"][..., 1 : channels + 1] if sliced else x["x"]
+        packed = None if lengths is None else offsets(lengths, y)
+        layout = make_layout(y, packed, None if mask is None else mask.to(y.device))
+        return layout.to_front(y), x["weight"], x.get("history"), layout, activated
 
     tensors = {
         "x": torch.randn(batch, tokens, channels + 3 * sliced),
@@ -79,7 +86,15 @@ def conv(
     }
     if fresh:
         del tensors["history"]
-    return Neighbour(tensors, fused, plain, ("weight",))
+    return Neighbour(tensors, given, short_conv.fused_convolution, plain_convolution, ("weight",))
+
+
+def plain_convolution(
+    x: Tensor, weight: Tensor, history: Tensor | None, layout: Layout, activated: bool
+) -> tuple[Tensor, Tensor]:
+    if history is None:
+        history = x.new_zeros(layout.sequences, weight.shape[1] - 1, x.shape[2])
+    return short_conv.plain_convolution(x, weight, history, layout, activated)
 
 
 def three_convs(fresh: bool = False, alike: bool = False) -> Neighbour:
@@ -92,29 +107,20 @@ def three_convs(fresh: bool = False, alike: bool = False) -> Neighbour:
         before = {name: torch.randn(len(lengths), 3, size) for name, size in widths.items()}
         tensors |= {f"{name} history": x for name, x in before.items()}
 
-    def each(x: Tensors) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Layout]:
-        offsets = torch.tensor([0, *lengths], device=x["q"].device).cumsum(0)
-        given = [(x[n], x[f"{n} weight"], x.get(f"{n} history")) for n in widths]
-        return given, make_layout(x["q"], offsets, None)
+    def given(x: Tensors) -> tuple:
+        each = [(x[n], x[f"{n} weight"], x.get(f"{n} history")) for n in widths]
+        return each, make_layout(x["q"], offsets(lengths, x["q"]), None)
 
-    def fused(x: Tensors) -> tuple[Tensor, ...]:
-        given, layout = each(x)
-        parts = zip(*given, strict=True)
-        return conv_op.short_convs(
-            *[y for part in parts for y in part], *short_conv.packing(layout), *activated
-        )
+    def fused(each: list, layout: Layout) -> tuple[Tensor, ...]:
+        parts = [y for part in zip(*each, strict=True) for y in part]
+        return conv_op.short_convs(*parts, *short_conv.packing(layout), *activated)
 
-    def plain(x: Tensors) -> tuple[Tensor, ...]:
-        given, layout = each(x)
-        found = [
-            short_conv.plain_convolution(
-                y, weight, y.new_zeros(len(lengths), 3, y.shape[2]) if h is None else h, layout, on
-            )
-            for (y, weight, h), on in zip(given, activated, strict=True)
-        ]
-        return *[y for y, _ in found], *[after for _, after in found]
+    def plain(each: list, layout: Layout) -> tuple[Tensor, ...]:
+        pairs = zip(each, activated, strict=True)
+        y, after = zip(*[plain_convolution(*own, layout, on) for own, on in pairs], strict=True)
+        return *y, *after
 
-    return Neighbour(tensors, fused, plain, tuple(f"{name} weight" for name in widths))
+    return Neighbour(tensors, given, fused, plain, tuple(f"{name} weight" for name in widths))
 
 
 def gated_norm(
@@ -124,9 +130,9 @@ def gated_norm(
     """The gated norm of each head, of a slice of a wider projection too."""
     shape = (2, 5, 3, size)
 
-    def call(x: Tensors) -> tuple[Tensor, Tensor | None, Tensor, float, norm.Activation, bool]:
-        given = x["x"][..., 1:].unflatten(-1, shape[2:]) if sliced else x["x"]
-        return given, x.get("gate"), x["weight"], 1e-5, activation or "silu", zero_centered
+    def given(x: Tensors) -> tuple:
+        y = x["x"][..., 1:].unflatten(-1, shape[2:]) if sliced else x["x"]
+        return y, x.get("gate"), x["weight"], 1e-5, activation or "silu", zero_centered
 
     tensors = {
         "x": torch.randn(2, 5, 3 * size + 1) if sliced else torch.randn(shape),
@@ -134,79 +140,58 @@ def gated_norm(
     }
     if activation:
         tensors["gate"] = torch.randn(shape)
-    return Neighbour(
-        tensors, lambda x: (norm_op.gated_norm(*call(x)),),
-        lambda x: (norm.plain_gated_norm(*call(x)),), ("weight",),
-    )  # fmt: skip
+    return Neighbour(tensors, given, norm_op.gated_norm, norm.plain_gated_norm, ("weight",))
 
 
 def residual_norm(size: int = 20, *, sliced: bool = False, alone: bool = False) -> Neighbour:
     """The stream with a branch added, and the norm of the sum; or the norm alone."""
-
-    def call(x: Tensors) -> tuple[Tensor, Tensor, Tensor, float]:
-        branch = x["y"][..., 1:] if sliced else x["y"]
-        return x["x"], branch, x["weight"], 1e-5
-
-    def kept(sums: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        return sums[1:] if alone else sums
-
     tensors = {
         "x": torch.randn(2, 11, size), "y": torch.randn(2, 11, size + sliced),
         "weight": torch.randn(size),
     }  # fmt: skip
+    forms = (
+        lambda *x, run=run: run(*x)[alone:]
+        for run in (norm_op.residual_norm, norm.plain_residual_norm)
+    )
     return Neighbour(
-        tensors, lambda x: kept(norm_op.residual_norm(*call(x))),
-        lambda x: kept(norm.plain_residual_norm(*call(x))), ("weight",),
-    )  # fmt: skip
+        tensors, lambda x: (x["x"], x["y"][..., sliced:], x["weight"], 1e-5), *forms, ("weight",)
+    )
 
 
 def embedding(vocabulary: int = 20, size: int = 37, tokens: int = 70) -> Neighbour:
     """Rows of a weight, some of them many times and the last never."""
     places = torch.randint(vocabulary - 1, (3, tokens))
     places[0] = 0
-
-    def there(x: Tensors) -> Tensor:
-        return places.to(x["weight"].device)
-
     return Neighbour(
         {"weight": torch.randn(vocabulary, size)},
-        lambda x: (direct(Embedded)(x["weight"], there(x)),),
-        lambda x: (F.embedding(there(x), x["weight"]),),
+        lambda x: (x["weight"], places.to(x["weight"].device)),
+        lambda weight, there: direct(Embedded)(weight, there),
+        lambda weight, there: F.embedding(there, weight),
     )
 
 
 def swiglu(size: int = 37, *, sliced: bool = False) -> Neighbour:
     """SiLU of one projection times another, halves of a wider one too."""
-
-    def parts(x: Tensors) -> tuple[Tensor, Tensor]:
-        return x["both"].chunk(2, -1) if sliced else x["both"].unbind()
-
-    shape = (3, 29, 2 * size) if sliced else (2, 3, 29, size)
     return Neighbour(
-        {"both": 3 * torch.randn(shape)},
-        lambda x: (swiglu_op.swiglu(*parts(x)),),
-        lambda x: (F.silu(parts(x)[0]) * parts(x)[1],),
-    )
+        {"both": 3 * torch.randn((3, 29, 2 * size) if sliced else (2, 3, 29, size))},
+        lambda x: x["both"].chunk(2, -1) if sliced else x["both"].unbind(),
+        swiglu_op.swiglu, lambda gate, up: F.silu(gate) * up,
+    )  # fmt: skip
 
 
 def decay(channels: int | None, *, step: bool = False, spread: float = 3.0) -> Neighbour:
     """The decay of each head, or of each key channel, and the step size of Mamba-2."""
     sizes = (3,) if channels is None else (3, channels)
-
     tensors = {
         "logits": spread * torch.randn(2, 9, *sizes),
         "A_log": torch.randn(3),
         "dt_bias": torch.randn(sizes),
     }
-
-    def fused(x: Tensors) -> tuple[Tensor, ...]:
-        log_decay, dt = gates_op.log_decay(x["logits"], x["A_log"], x["dt_bias"], step)
-        return (dt, log_decay)[not step :]
-
-    def plain(x: Tensors) -> tuple[Tensor, ...]:
-        return gate_logits.step_and_log_decay(x["logits"], x["A_log"], x["dt_bias"])[not step :]
-
-    return Neighbour(tensors, fused, plain, ("A_log", "dt_bias"))
+    return Neighbour(
+        tensors, lambda x: (x["logits"], x["A_log"], x["dt_bias"]),
+        lambda *x: gates_op.log_decay(*x, step)[::-1][not step :],
+        lambda *x: gate_logits.step_and_log_decay(*x)[not step :], ("A_log", "dt_bias"),
+    )  # fmt: skip
 
 
 def both_gates(channels: int | None = None) -> Neighbour:
@@ -216,26 +201,20 @@ def both_gates(channels: int | None = None) -> Neighbour:
     tensors = {"logits": 3 * torch.randn(2, 9, size + 3)}
     tensors |= {"A_log": torch.randn(3), "dt_bias": torch.randn(sizes)}
 
-    def parts(x: Tensors) -> tuple[Tensor, ...]:
-        return x["logits"][..., :size].unflatten(-1, sizes), x["A_log"], x["dt_bias"]
+    def given(x: Tensors) -> tuple:
+        decays, strengths = x["logits"].split([size, 3], -1)
+        return decays.unflatten(-1, sizes), x["A_log"], x["dt_bias"], strengths, beta_max
 
-    def plain(x: Tensors) -> tuple[Tensor, ...]:
-        decay = gate_logits.step_and_log_decay(*parts(x))[1]
-        return decay, gate_logits.write_strength(x["logits"][..., size:], beta_max)
+    def plain(*x: Tensor) -> tuple[Tensor, Tensor]:
+        return gate_logits.step_and_log_decay(*x[:3])[1], gate_logits.write_strength(*x[3:])
 
-    def fused(x: Tensors) -> tuple[Tensor, ...]:
-        return gates_op.gates(*parts(x), x["logits"][..., size:], beta_max)
-
-    return Neighbour(tensors, fused, plain, ("A_log", "dt_bias"))
+    return Neighbour(tensors, given, gates_op.gates, plain, ("A_log", "dt_bias"))
 
 
 def strength(beta_max: float = 2.0) -> Neighbour:
     """The write strength, of a slice of a wider projection."""
-    return Neighbour(
-        {"logits": 3 * torch.randn(2, 9, 5)},
-        lambda x: (gates_op.write_strength(x["logits"][..., 1:4], beta_max),),
-        lambda x: (gate_logits.write_strength(x["logits"][..., 1:4], beta_max),),
-    )
+    tensors, of = {"logits": 3 * torch.randn(2, 9, 5)}, lambda x: (x["logits"][..., 1:4], beta_max)
+    return Neighbour(tensors, of, gates_op.write_strength, gate_logits.write_strength)
 
 
 def entropy(vocab: int = 50, *, linear: bool = False) -> Neighbour:
@@ -243,22 +222,20 @@ def entropy(vocab: int = 50, *, linear: bool = False) -> Neighbour:
     targets = torch.randint(vocab, (23,))
     targets[:4] = -100
 
-    def fused(x: Tensors) -> tuple[Tensor, ...]:
-        placed = targets.to(x["x"].device)
+    def fused(x: Tensor, *weight: Tensor) -> Tensor:
+        placed = targets.to(x.device)
         if not linear:
-            return (loss._run_triton(cross_entropy.CrossEntropy(x["x"], placed, -100)),)
-        dtype = x["x"].dtype
-        options = (x["x"], x["weight"], placed, -100, dtype, True, True)
-        return (cross_entropy.linear_cross_entropy(*options),)
+            return loss._run_triton(cross_entropy.CrossEntropy(x, placed, -100))
+        options = placed, -100, x.dtype, True, True
+        return cross_entropy.linear_cross_entropy(x, *weight, *options)
 
-    def plain(x: Tensors) -> tuple[Tensor, ...]:
-        logits = F.linear(x["x"], x["weight"]) if linear else x["x"]
-        return (F.cross_entropy(logits, targets.to(logits.device)),)
+    def plain(x: Tensor, *weight: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, *weight) if linear else x, targets.to(x.device))
 
-    if not linear:
-        return Neighbour({"x": 3 * torch.randn(23, vocab)}, fused, plain)
-    tensors = {"x": torch.randn(23, 8), "weight": torch.randn(vocab, 8)}
-    return Neighbour(tensors, fused, plain)
+    tensors = {"x": 3 * torch.randn(23, vocab)}
+    if linear:
+        tensors = {"x": torch.randn(23, 8), "weight": torch.randn(vocab, 8)}
+    return Neighbour(tensors, lambda x: tuple(x.values()), fused, plain)
 
 
 PACKED = (5, 0, 1, 20, 0, 9, 3, 0)
