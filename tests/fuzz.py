@@ -27,7 +27,7 @@ import torch
 
 import deltarule
 from deltarule.cli import COMMANDS, main
-from deltarule.config_file import flag_names
+from deltarule.config_file import flags_of
 from deltarule.nn import load_state
 from oracle import make_case
 from small import FLAGS
@@ -120,7 +120,7 @@ def flags(dice: random.Random, scratch: Scratch) -> str:
     else:
         words += ["--tokens", "8"] if name == "explain" else []
     for _ in range(dice.randint(1, 3)):
-        flag = dice.choice(flag_names(COMMANDS[name].flags))
+        flag = dice.choice([*flags_of(COMMANDS[name].flags)])
         words += [f"--{flag.replace('_', '-')}", dice.choice(WORDS)]
     command(words)
     return " ".join(words)[:300]

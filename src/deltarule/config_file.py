@@ -42,7 +42,7 @@ def named(bare: str, kind: type[Any], words: list[str]) -> list[str]:
         field.default is field.default_factory is dataclasses.MISSING
         for field in dataclasses.fields(kind)
     )
-    kinds = typing.get_type_hints(kind)
+    kinds = flags_of(kind)
     # The places of words that are neither a flag nor what a flag is given.
     places, values = list[int](), 0
     for place, word in enumerate(words):
@@ -69,15 +69,15 @@ def named(bare: str, kind: type[Any], words: list[str]) -> list[str]:
     return [*kept, *([f"--{bare}", first, *more] if more else [f"--{bare}={first}"])]
 
 
-def flag_names(kind: type[Any]) -> list[str]:
-    """The flags of a command, in the order of its dataclass."""
+def flags_of(kind: type[Any]) -> dict[str, Any]:
+    """The flags of a command and their types, in the order of its dataclass and of those in it."""
     hints = typing.get_type_hints(kind)
-    names: list[str] = []
+    flags: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         inner = hints[field.name]
         nested = isinstance(inner, type) and dataclasses.is_dataclass(inner)
-        names += flag_names(inner) if nested else [field.name]
-    return names
+        flags |= flags_of(inner) if nested else {field.name: inner}
+    return flags
 
 
 def words_of_file(path: Path, kind: type[Any]) -> list[str]:
@@ -87,7 +87,7 @@ def words_of_file(path: Path, kind: type[Any]) -> list[str]:
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error) or "nested too deeply"
         raise ValueError(f"--config-file {path}: {reason}") from None
-    known = [name.replace("_", "-") for name in flag_names(kind)]
+    known = [name.replace("_", "-") for name in flags_of(kind)]
     words: list[str] = []
     for key, value in flat(table).items():
         name = key.replace("_", "-")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from deltarule.cli import COMMANDS, FAILED, MISUSED, Command, main
-from deltarule.config_file import flat, to_toml
+from deltarule.config_file import completed, flat, to_toml
 from deltarule.errors import INTERRUPTED
 from deltarule.models import CausalLM
 from deltarule.nn import SYSTEMS
@@ -210,6 +210,21 @@ def test_train_resume_generate_and_eval(folder, capsys):
     assert capsys.readouterr().out == ""
     assert main(["eval", "runs/a", "--length", "32"]) == 0
     assert "position" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.txt", "--layer-types", "kda", "attention"],
+        ["data.txt", "--activation-checkpointing", "--layer-types", "kda", "attention"],
+        ["--activation-checkpointing", "data.txt", "--layer-types", "kda", "attention"],
+        ["--num-layers", "2", "data.txt", "--layer-types", "kda", "attention"],
+    ],
+)
+def test_flags_of_several_words_and_of_none_stand_beside_bare_words(words):
+    assert completed(TextRun, "data", words)[-1] == "--data=data.txt"
+    flags = [word for word in words if word != "data.txt"]
+    assert completed(TextRun, "data", flags) == flags
 
 
 def test_bare_words_may_stand_between_flags(folder, capsys):
