@@ -3,7 +3,7 @@
 What holds for all of them is tested over this table, in test_contract.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from deltarule import (
 )
 from ops import memories
 from oracle import make_case
+from tolerance import assert_close
 
 Tensors = dict[str, Tensor]
 DOUBLE = torch.float64
@@ -102,6 +103,23 @@ def gradients(operator: Operator, x: Tensors, **options: object) -> tuple[tuple,
         weighted(outputs), list(leaves.values()), materialize_grads=True, allow_unused=True
     )
     return outputs, dict(zip(names, found, strict=True))
+
+
+def assert_alike(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+        if x.is_floating_point():
+            assert_close(x, y, name=f"output {i}")
+        else:
+            assert torch.equal(x, y)
+
+
+def check(operator: Operator, x: Tensors) -> None:
+    """Outputs and gradients of the fast form are those of the definition, in float64."""
+    outputs, found = gradients(operator, x, impl="torch")
+    expected, exact = gradients(operator, x, impl="reference")
+    assert_alike(outputs, expected)
+    for name, gradient in found.items():
+        assert_close(gradient, exact[name], gradient=True, name=name)
 
 
 def draw(*sizes: int) -> Tensor:
@@ -250,20 +268,12 @@ def memory(operator: str, maps: int, size: int = 5, channels: int = 4, inner: in
     parts = ("weights", "summed", "anchor")[: 2 if operator == "ttt" else 3]
     states = tuple(f"{part}_{i + 1}" for part in parts for i in range(maps))
 
-    def make(batch: int, tokens: int, sequences: int) -> Tensors:
-        lengths = (tokens // max(sequences, 1),) * sequences if sequences != batch else None
-        if lengths:
-            lengths = (*lengths[:-1], lengths[-1] + tokens - sum(lengths))
-        sizes = {"size": size, "channels": channels, "inner": inner}
-        return memories.make(
-            operator, maps, batch=batch, tokens=tokens, lengths=lengths, **sizes
-        ).tensors
+    def make(*counts: int) -> Tensors:
+        return memories.make(operator, maps, *counts, size=size, channels=channels, inner=inner)
 
-    def run(cu_seqlens: Tensor | None = None, impl: str = "auto", **given: object):
-        tensors = {name: x for name, x in given.items() if name != "lengths"}
-        case = memories.Case(operator, tensors, size)
-        out = case.run(impl, given.get("lengths"), cu_seqlens=cu_seqlens)
-        return (*memories.tensors_of(out), out.final_state.position)
+    def run(**given: object) -> tuple[Tensor, ...]:
+        options = {n: given.pop(n) for n in ("cu_seqlens", "impl", "lengths") if n in given}
+        return memories.run(operator, given, size, **options)
 
     constant = ("step_scale", "norm_weight", "norm_bias")
     return Operator(make, run, (*states, "position"), constant, shared=size)

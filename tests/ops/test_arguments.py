@@ -26,7 +26,7 @@ from deltarule.ops.context import Context
 from deltarule.serve import pool_convolution, pool_prefill, pool_step
 from logits import make_logits
 from ops.contract import HV, OPERATORS, K, V
-from ops.memories import DOUBLE, draw, make
+from ops.memories import DOUBLE, arguments, draw, make
 from oracle import make_case
 
 ONE, ZEROS = torch.ones, torch.zeros
@@ -264,7 +264,7 @@ OF_ONE = {
 
 def memory(operator, maps):
     """A call of `ttt` or `titans`, and what is wrong with others like it."""
-    good = make(operator.__name__, maps).arguments
+    good = arguments(operator.__name__, make(operator.__name__, maps))
     state, table = good["initial_state"], MEMORY | OF_ONE[operator]
     second = state._fields[1]
     parts = {rf"initial_state\.{second} must be a tuple of tensors, one": {second: ()}}

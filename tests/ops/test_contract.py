@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deltarule import two_memories
 from opchecked import Registered, opcheck_all
-from ops.contract import OPERATORS, gradients, weighted
+from ops.contract import OPERATORS, assert_alike, check, gradients, weighted
 from oracle import make_case
 from tolerance import assert_close, relative_rms
 
@@ -18,23 +18,10 @@ every_layout = pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["rows", 
 every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
 
 
-def assert_alike(found, expected):
-    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
-        if x.is_floating_point():
-            assert_close(x, y, name=f"output {i}")
-        else:
-            assert torch.equal(x, y)
-
-
 @every
 @every_layout
 def test_outputs_and_gradients_equal_the_definition(operator, lengths):
-    x = operator.draw(lengths=lengths)
-    outputs, found = gradients(operator, x, impl="torch")
-    expected, exact = gradients(operator, x, impl="reference")
-    assert_alike(outputs, expected)
-    for name, gradient in found.items():
-        assert_close(gradient, exact[name], gradient=True, name=name)
+    check(operator, operator.draw(lengths=lengths))
 
 
 @pytest.mark.gpu
