@@ -1,4 +1,4 @@
-"""The fused forwards and the gradients."""
+"""The fused forwards and the gradients, and the scans of heads with 256 keys."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,12 +8,13 @@ from typing import NamedTuple
 import torch
 from ahead import Launch, main, recording
 
-from deltarule.ops.delta_rule.gluon import gradient_stage, stage
+from deltarule.ops.delta_rule.gluon import gradient_stage, stage, wide_scan_stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import tile_sizes
 from deltarule.ops.delta_rule.triton.gradients import own_shapes
 from deltarule.ops.delta_rule.triton.passes import kept_shapes, new_gradients
 from deltarule.ops.delta_rule.triton.plan import Call, new_plan
+from deltarule.ops.delta_rule.triton.scan import LEFT
 
 RULES = {
     "gated": ("tied", "head"), "plain": ("none", "none"),
@@ -46,6 +47,9 @@ FORMS += [
     Form("gated", 96, "unit", "parts", "whole"), Form("plain", 96, "bare", "alone", "whole"),
     *[Form("gated", 96, norm, "alone", tokens) for norm in ("bare", "unit") for tokens in TOKENS],
 ]  # fmt: skip
+# So many keys have scans of their own, and no whole forward.
+WIDE = 256
+FORMS += [Form(*of) for of in product(RULES, (WIDE,), ("bare",), ("alone",), TOKENS)]
 FORMS += [Form(*of) for of in product(CHANNELS, (128,), ("bare", "unit"), ("alone",), TOKENS)]
 
 
@@ -134,8 +138,34 @@ def borrow(inputs: Inputs) -> None:
     backward(inputs, True)
 
 
+def through(inputs: Inputs, save: bool = False) -> None:
+    """The scan of a forward."""
+    call = kept(inputs)
+    left = {name: call[name] for name in ("states", "errors")} if save else {}
+    state = inputs.initial_state
+    wide_scan_stage.scans(
+        call, dict.fromkeys(LEFT) | left | {"o": inputs.v, "final_state": state}, False
+    )
+
+
+def leaving(inputs: Inputs) -> None:
+    """The same of one that saves."""
+    through(inputs, True)
+
+
+def back(inputs: Inputs) -> None:
+    """The scan back."""
+    call = kept(inputs)
+    new_gradients(call)
+    call.values |= {"d_o": call["d_v"], "d_final": None}
+    own = {"d_states": call["states"], "d_errors": call["errors"], "d_v": call["d_v"]}
+    wide_scan_stage.scans(call, dict.fromkeys(LEFT) | own, True)
+
+
 def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
     """What is compiled of a form; how many value heads share a key head, no forward knows."""
+    if form.size == WIDE:
+        return [through, leaving, back]
     if form.rule in CHANNELS:
         return [forward, save, channels]
     if form.heads != "alone":
@@ -155,11 +185,15 @@ def last_launch(run: Callable[[Inputs], None], inputs: Inputs) -> list[Launch]:
 def forms(capability: int) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     """The last launch of each pass of each form; on sm_100 not of all."""
     tile_sizes.INTERPRETED = capability
+    wide_scan_stage.takes = lambda call: True
     for form in FORMS:
         inputs = inputs_of(form)
-        assert stage.why_not_form(inputs) is None
+        assert (
+            wide_scan_stage.can(inputs) if form.size == WIDE else stage.why_not_form(inputs) is None
+        )
         for run in passes_of(form):
-            if capability == 90 or not (form.rule in CHANNELS or run in (backward, lend, borrow)):
+            others = form.rule in CHANNELS or form.size == WIDE or run in (backward, lend, borrow)
+            if capability == 90 or not others:
                 yield (
                     f"{' '.join(map(str, form))} {run.__name__}",
                     partial(last_launch, run, inputs),

@@ -100,6 +100,8 @@ PASSES = {
         "gated 96 unit alone ragged backward", "gated 128 bare alone whole lend",
         "gated 128 bare alone whole borrow", "decay 128 unit alone whole borrow",
     ),
+    "scans": ("gated 256 bare alone whole leaving", "gated 256 bare alone packed through",
+              "delta 256 bare alone ragged back"),
     "channels": ("kda 128 bare alone whole channels", "gla 128 unit alone packed channels"),
     # Every form of whole chunks, of which there are 37, and of the others some.
     "gradients": (
@@ -138,7 +140,7 @@ def test_on_sm_100_sums_lie_in_tensor_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "count"), [(90, 353), (100, 274)])
+@pytest.mark.parametrize(("target", "count"), [(90, 389), (100, 274)])
 def test_every_form_keeps_its_products_in_flight(target, count) -> None:
     check_fused(compiled("compile_gluon.py", "--targets", target), count)
 

@@ -242,10 +242,10 @@ def place_in_order(inputs: Inputs) -> str:
 
 
 class ForwardLaunch(FusedLaunch):
-    """Rows of log decays lie one after the other."""
+    """Rows of 32-bit numbers lie one after the other: no product reads them."""
 
     def layout(self, name: str, rank: int, bits: int) -> Any:
-        return straight(rank, bits) if name == "decays" else super().layout(name, rank, bits)
+        return straight(rank, bits) if bits == 32 else super().layout(name, rank, bits)
 
 
 def forward_launch(call: Call, save: bool, lends: bool) -> Launch:

@@ -319,9 +319,8 @@ def next_state_backward_kernel(
 
 
 Buffers = Mapping[str, Tensor | None]
-# What the scan forwards may leave, and the scan back.
-LEFT: Buffers = dict.fromkeys(("o", "states", "errors"))
-LEFT_BACK: Buffers = dict.fromkeys(("d_states", "d_errors", "d_values", "d_v", "d_q", "d_k"))
+# What scans may leave.
+LEFT = "o", "states", "errors", "d_states", "d_errors", "d_values", "d_v", "d_q", "d_k"
 
 
 def scan_config(call: Call, name: str, ends: bool) -> dict[str, Any]:
@@ -338,28 +337,12 @@ def scan_config(call: Call, name: str, ends: bool) -> dict[str, Any]:
     return config | own | {"SPLIT": "ends" if ends else call.plan.split}
 
 
-def scan_values(call: Call, name: str, window: Window, ends: bool) -> tuple[dict[str, Any], int]:
-    """What both scans are launched with, and how many tiles a state's rows make."""
-    config = call.once(scan_config, name, ends)
-    decayed = {"q": call["decayed_q"], "k": call["decayed_k"]} if call.inputs.by_channel else {}
-    own = {"readings": call["scalings"], "OPEN": ends and call["join"] is not None}
-    programs = plan.blocks(call.inputs.state_shape[2], config["BV"])
-    return config | window.constants() | decayed | own, programs
-
-
 def scan_through(call: Call, own: Buffers, window: Window = WHOLE, ends: bool = False) -> None:
     """Launch `next_state_kernel`, with tensors of its `own`: from initial_state to final_state.
 
     o, and S and E of the chunks, go where `own` has room. With `ends` segments start at zero.
     """
-    values, programs = scan_values(call, "next_state", window, ends)
-    _, heads, _, key_size = call.inputs.state_shape
-    if ends and call.inputs.erase != "none":
-        programs += plan.blocks(key_size, values["BV"])
-    given = {**values, **LEFT, **own}
-    given |= {"OUTPUT": given["o"] is not None, "SAVE": given["states"] is not None}
-    grid = programs * heads * plan.stretches(call.inputs, call.plan), 1, 1
-    call.launch(next_state_kernel, grid, given, forward_tiles)
+    launch_scan(call, (next_state_kernel, "next_state", forward_tiles), own, window, ends)
 
 
 def scan_back(call: Call, own: Buffers, window: Window = WHOLE, ends: bool = False) -> None:
@@ -367,7 +350,24 @@ def scan_back(call: Call, own: Buffers, window: Window = WHOLE, ends: bool = Fal
 
     D at the chunks' ends, X and dv (`d_values` of a free erase) go where `own` has room.
     """
-    values, programs = scan_values(call, "next_state_backward", window, ends)
-    given = {**values, **LEFT_BACK, **own}
-    grid = programs * call.inputs.v.shape[2] * plan.stretches(call.inputs, call.plan), 1, 1
-    call.launch(next_state_backward_kernel, grid, given, backward_tiles)
+    scan = next_state_backward_kernel, "next_state_backward", backward_tiles
+    launch_scan(call, scan, own, window, ends)
+
+
+def launch_scan(call: Call, scan: Any, own: Buffers, window: Window, ends: bool) -> None:
+    """One of both or, but of windows and of what they would compute again, that of wide keys."""
+    (kernel, name, fetched), own = scan, {**dict.fromkeys(LEFT), **own}
+    if window is WHOLE and not ends and not call["again"] and plan.on_hopper(call.inputs.q):
+        from deltarule.ops.delta_rule.gluon import wide_scan_stage
+
+        if wide_scan_stage.scans(call, own, back=name != "next_state"):
+            return
+    config, sizes = call.once(scan_config, name, ends), call.plan.sizes
+    programs = plan.blocks(sizes["V"], config["BV"])
+    if ends and name == "next_state" and call.inputs.erase != "none":
+        programs += plan.blocks(sizes["K"], config["BV"])
+    decayed = {"q": call["decayed_q"], "k": call["decayed_k"]} if call.inputs.by_channel else {}
+    given = {"readings": call["scalings"], "OPEN": ends and call["join"] is not None}
+    given |= {"OUTPUT": own["o"] is not None, "SAVE": own["states"] is not None}
+    grid = programs * sizes["HV"] * plan.stretches(call.inputs, call.plan), 1, 1
+    call.launch(kernel, grid, config | window.constants() | decayed | given | own, fetched)

@@ -1,0 +1,85 @@
+"""When both scans of heads with 256 keys are kernels in Gluon, and their launch."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.delta_rule.gluon.gradient_stage import ends
+from deltarule.ops.delta_rule.gluon.memory import CHUNK
+from deltarule.ops.delta_rule.gluon.stage import HOPPER, ForwardLaunch, architecture_at, up_to_ends
+from deltarule.ops.delta_rule.gluon.wide_scan import ROWS, K, V, wide_scan_kernel
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton.plan import Call
+from deltarule.ops.runtime.launch import Launch
+
+# Registers of a thread: on average, and of the role of one warp; the other has the rest.
+AVERAGE, OTHERS = 168, 24
+
+
+def can(inputs: Inputs) -> bool:
+    """Whether it can on any GPU of Hopper."""
+    return (
+        inputs.q.dtype == torch.bfloat16 and inputs.q.shape[3] == K.value
+        and inputs.v.shape[3] % V.value == 0 and not inputs.by_channel
+        and inputs.n_steps == inputs.per_gate == 1 and not inputs.batch_invariant
+    )  # fmt: skip
+
+
+def takes(call: Call) -> bool:
+    """Whether it takes these scans, however few programs there are: nobody found a slower call.
+
+    Where sequences are cut into segments, those fill the GPU.
+    """
+    device = call.inputs.q.device
+    hopper = device.type == "cuda" and architecture_at(device.index or 0) == HOPPER
+    return hopper and not call.plan.per_segment and can(call.inputs)
+
+
+def parts_of(inputs: Inputs) -> int:
+    """Programs of a sequence."""
+    return inputs.v.shape[2] * inputs.v.shape[3] // V.value
+
+
+def scans(call: Call, own: Mapping[str, Tensor | None], back: bool) -> bool:
+    """Launch the scan if it takes this call, with tensors of its `own` as triton/scan.py has them.
+
+    What is computed again never comes here, so that a cut into windows changes no bits.
+    """
+    if not call.once(takes):
+        return False
+    names = ("d_v", "d_states", "d_errors", "d_final", "d_initial", "d_o")
+    if not back:
+        names = ("o", "states", "errors", "initial_state", "final_state", "v")
+    tensors = [own[x] if x in own else call[x] for x in names]
+    programs = parts_of(call.inputs)
+    given = dict(zip(("values", "states", "errors", "first", "last", "v"), tensors, strict=True))
+    launch = call.once(scan_launch, back, *[x is None for x in tensors[:3]])
+    grid = call.inputs.sequences * programs, 1, 1
+    call.run(launch, grid, given | {"programs": programs})
+    return True
+
+
+def scan_launch(call: Call, back: bool, *absent: bool) -> Launch:
+    inputs, rows = call.inputs, CHUNK.value
+    heads, (value_heads, value_size) = inputs.q.shape[2], inputs.v.shape[2:]
+    keys, of_values = (heads * K.value, [rows, K.value]), [rows, V.value]
+    width, pairs = value_heads * value_size, (rows, [rows, rows])
+    tiles = up_to_ends(
+        {"q": keys, "k": keys, "v": (width, of_values), "values": (width, of_values)},
+        call.once(ends),
+    ) | {
+        "states": (K.value, [V.value, K.value]), "errors": (value_size, of_values),
+        "scores": pairs, "corrections": pairs, "scalings": (rows, [ROWS.value, rows]),
+    }  # fmt: skip
+    missing = dict(zip(("values", "states", "errors"), absent, strict=True))
+    missing |= {name: call[name] is None for name in ("corrections", "scalings")}
+    parts = value_size // V.value
+    constants = {
+        "BACK": back, "TIED": inputs.beta is not None, "ENDS": call.once(ends),
+        "SCALED": inputs.log_decay is not None or inputs.normalize_qk, "PARTS": parts,
+        "GROUP": parts * value_heads // heads, "REGISTERS": OTHERS,
+        "num_warps": 8, "maxnreg": AVERAGE,
+    }  # fmt: skip
+    tiles = {name: of for name, of in tiles.items() if not missing.get(name)}
+    return ForwardLaunch(wide_scan_kernel, constants, tiles)

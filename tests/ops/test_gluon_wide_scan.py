@@ -1,0 +1,93 @@
+"""The scans of heads with 256 keys in Gluon, run on the CPU role by role, beside Triton's."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from promised import promised
+
+promised("triton")
+
+from deltarule.ops.delta_rule.gluon import wide_scan_stage
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton import passes
+from deltarule.ops.delta_rule.triton.plan import Call, new_plan
+from gluon_interpreter import interpret_launches
+from kernels.interpreted import inputs_of, interpreted
+from oracle import Case, make_case, weights
+from tolerance import relative_rms
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch) -> list[int]:
+    """Launches go through the interpreter, each in another order of events."""
+    seeds: list[int] = []
+    interpret_launches(monkeypatch, lambda: seeds.append(len(seeds)) or len(seeds))
+    return seeds
+
+
+def case_of(decay: str, erase: str, **options: Any) -> Case:
+    sizes = {"batch": 1, "heads": 1, "value_heads": 1, "beta_max": 1.0, "tokens": 192}
+    sizes |= {"key_size": 256, "value_size": 256, "dtype": torch.bfloat16}
+    return make_case(decay, erase, **(sizes | options))
+
+
+RAGGED, PACKED = {"tokens": 150, "batch": 2}, {"lengths": (3, 0, 70, 64)}
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("decay", "erase", "options"),
+    [
+        ("head", "tied", {}), ("head", "tied", RAGGED | {"normalize_qk": True}),
+        ("head", "tied", PACKED | {"value_size": 384}), ("head", "tied", {"value_heads": 2}),
+        ("none", "tied", RAGGED), ("none", "tied", PACKED | {"normalize_qk": True}),
+        ("head", "none", RAGGED | {"value_heads": 2}), ("head", "none", {"value_size": 128}),
+        ("none", "none", RAGGED), ("none", "none", PACKED | {"normalize_qk": True}),
+    ],
+)  # fmt: skip
+def test_both_passes_are_those_of_triton(decay, erase, options, launches, monkeypatch) -> None:
+    # Triton's interpreter has no arithmetic in bfloat16.
+    case = case_of(decay, erase, **options).to(torch.float16)
+    inputs, (d_o, d_final) = inputs_of(case), weights(case)
+
+    def outputs_and_gradients() -> list[Tensor | None]:
+        *found, kept = passes.forward(inputs, True)
+        found += passes.backward(d_o.half(), d_final.float(), inputs, kept)
+        return [*found, *passes.forward(inputs._replace(initial_state=None), False)[:2]]
+
+    expected = outputs_and_gradients()
+    monkeypatch.setattr(wide_scan_stage, "takes", lambda call: True)
+    found = outputs_and_gradients()
+    assert len(launches) == 3
+    for x, y in zip(found, expected, strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or relative_rms(x, y.double()) < 2e-3
+    for x, y in zip(outputs_and_gradients(), found, strict=True):
+        assert x is None or torch.equal(x, y), "another order of events"
+
+
+def call_of(inputs: Inputs) -> Call:
+    return Call(inputs, new_plan(inputs))
+
+
+def test_what_is_computed_again_takes_the_kernels_of_windows(launches, monkeypatch) -> None:
+    monkeypatch.setattr(wide_scan_stage, "takes", lambda call: True)
+    case = case_of("head", "tied", tokens=64).to(torch.float16)
+    inputs, (d_o, d_final) = inputs_of(case), weights(case)
+    nothing = passes.forward(inputs, False)[2]
+    passes.backward(d_o.half(), d_final.float(), inputs, nothing)
+    assert len(launches) == 1
+
+
+def test_they_are_for_256_keys_in_bfloat16() -> None:
+    inputs = inputs_of(case_of("head", "tied"))
+    assert wide_scan_stage.can(inputs)
+    assert not wide_scan_stage.takes(call_of(inputs)), "on a CPU"
+    assert not wide_scan_stage.can(inputs._replace(batch_invariant=True))
+    for other in ({"dtype": torch.float16}, {"key_size": 128}, {"value_size": 192}):
+        assert not wide_scan_stage.can(inputs_of(case_of("head", "tied", **other)))
+    for rule in (("channel", "tied"), ("head", "free")):
+        assert not wide_scan_stage.can(inputs_of(case_of(*rule)))
