@@ -165,7 +165,8 @@ def back(inputs: Inputs) -> None:
 def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
     """What is compiled of a form; how many value heads share a key head, no forward knows."""
     if form.size == WIDE:
-        return [through, leaving, back]
+        halves = [gradients] if gradient_stage.can(inputs_of(form)) else []
+        return [through, leaving, back, *halves]
     if form.rule in CHANNELS:
         return [forward, save, channels]
     if form.heads != "alone":

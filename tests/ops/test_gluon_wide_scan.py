@@ -10,9 +10,9 @@ from promised import promised
 
 promised("triton")
 
-from deltarule.ops.delta_rule.gluon import wide_scan_stage
+from deltarule.ops.delta_rule.gluon import gradient_stage, wide_scan_stage
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import passes
+from deltarule.ops.delta_rule.triton import passes, windows
 from deltarule.ops.delta_rule.triton.plan import Call, new_plan
 from gluon_interpreter import interpret_launches
 from kernels.interpreted import inputs_of, interpreted
@@ -60,8 +60,11 @@ def test_both_passes_are_those_of_triton(decay, erase, options, launches, monkey
 
     expected = outputs_and_gradients()
     monkeypatch.setattr(wide_scan_stage, "takes", lambda call: True)
+    monkeypatch.setattr(gradient_stage, "runs", lambda call: True)
+    monkeypatch.setattr(gradient_stage, "halves_of", lambda inputs: 2)
+    monkeypatch.setattr(gradient_stage, "multiprocessors", lambda device: 2)
     found = outputs_and_gradients()
-    assert len(launches) == 3
+    assert len(launches) == 4
     for x, y in zip(found, expected, strict=True):
         assert (x is None) == (y is None)
         assert x is None or relative_rms(x, y.double()) < 2e-3
@@ -73,13 +76,31 @@ def call_of(inputs: Inputs) -> Call:
     return Call(inputs, new_plan(inputs))
 
 
-def test_what_is_computed_again_takes_the_kernels_of_windows(launches, monkeypatch) -> None:
-    monkeypatch.setattr(wide_scan_stage, "takes", lambda call: True)
-    case = case_of("head", "tied", tokens=64).to(torch.float16)
+@interpreted
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_is_computed_again_takes_the_kernels_of_windows(parts, launches, monkeypatch) -> None:
+    cut_into = windows.cut_into
+    monkeypatch.setattr(windows, "windows_of", lambda call: cut_into(call, parts))
+    case = case_of("head", "tied", tokens=128, normalize_qk=True).to(torch.float16)
     inputs, (d_o, d_final) = inputs_of(case), weights(case)
-    nothing = passes.forward(inputs, False)[2]
-    passes.backward(d_o.half(), d_final.float(), inputs, nothing)
-    assert len(launches) == 1
+    given = d_o.half(), d_final.float(), inputs, passes.forward(inputs, False)[2]
+    expected = passes.backward(*given)
+    monkeypatch.setattr(wide_scan_stage, "takes", lambda call: True)
+    monkeypatch.setattr(gradient_stage, "runs", lambda call: True)
+    for x, y in zip(passes.backward(*given), expected, strict=True):
+        assert x is None or relative_rms(x, y.double()) < 2e-3
+    assert len(launches) == parts, "the gradients alone"
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "halves"),
+    [(("head", "tied"), {}, 1), (("head", "tied"), {"normalize_qk": True}, 2),
+     (("head", "tied"), {"value_heads": 2}, 2), (("none", "tied"), {}, 2),
+     (("head", "none"), {}, 2), (("head", "none"), {"value_size": 512}, 1),
+     (("none", "tied"), {"key_size": 128}, 1)],
+)  # fmt: skip
+def test_gradients_take_halves_of_the_keys_where_those_are_faster(rule, options, halves) -> None:
+    assert gradient_stage.halves_of(inputs_of(case_of(*rule, **options))) == halves
 
 
 def test_they_are_for_256_keys_in_bfloat16() -> None:

@@ -89,13 +89,19 @@ def packed_place(number, work):
 
 
 @gluon.jit
-def pairs_there(work):
+def pair_number(i, work, HALVES: gl.constexpr):
+    """Of a program's i-th pair: the halves of a head follow each other."""
+    return (work.first + i // HALVES * work.step) * HALVES + i % HALVES
+
+
+@gluon.jit
+def pairs_there(work, HALVES: gl.constexpr = 1):
     """How many of this program's pairs have tokens, of packed sequences; by 8 warps."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
     o_p = gl.arange(0, 128, LAYOUT)
     found = 0
     for base in range(0, work.count, 128):
-        pair = work.first + (base + o_p) * work.step
+        pair = pair_number(base + o_p, work, HALVES)
         number = pair // work.heads + work.before
         sequence = number * 0
         last = sequence + (work.sequences - 1)
@@ -118,7 +124,7 @@ def pairs_there(work):
 def pair_of(n, work, FORM: gl.constexpr):
     """The n-th value head of a program; ENDS are "whole", "ragged" or "packed"."""
     GROUP: gl.constexpr = FORM.GROUP
-    pair = work.first + (n // GROUP) * work.step
+    pair = pair_number(n // GROUP, work, FORM.HALVES)
     number, head = pair // work.heads, pair % work.heads
     sequence, chunk = number // work.chunks, number % work.chunks
     own, left = sequence * work.own_chunks + chunk, CHUNK
@@ -131,7 +137,8 @@ def pair_of(n, work, FORM: gl.constexpr):
         chunk += sequence * work.all_chunks + work.before
     else:
         chunk += sequence * work.all_chunks + work.before
-    value_heads, value_head = work.heads * GROUP, head * GROUP + n % GROUP
+    value_heads = work.heads // FORM.HALVES * GROUP
+    value_head = head // FORM.HALVES * GROUP + n % GROUP
     if FORM.ENDS == "whole":
         token = chunk * CHUNK
     else:
@@ -145,7 +152,7 @@ def pair_of(n, work, FORM: gl.constexpr):
 @gluon.jit
 def place_of_gates(at, work, o_t, FORM: gl.constexpr):
     """Where the gates of a value head's tokens lie in [B T, gates of all heads]."""
-    gates = work.heads * FORM.GROUP // FORM.PER_GATE
+    gates = work.heads * FORM.GROUP // (FORM.PER_GATE * FORM.HALVES)
     return (at.token + o_t) * gates + at.value_head // FORM.PER_GATE
 
 
@@ -196,7 +203,7 @@ def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
         at = pair_of(number, work, FORM)
         if at.left > 0:
             slot, phase = done % 2, (done // 2) & 1
-            kept = at.slot if FORM.KEPT else at.own
+            kept, half = at.slot if FORM.KEPT else at.own, at.head % FORM.HALVES
             mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
             full, row, column = barriers.full.index(slot), at.token, at.value_head * V
             mbarrier.expect(full, CHUNK * V * (6 if FORM.TIED else 4))
@@ -204,9 +211,9 @@ def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
             if FORM.TIED:
                 x = tiles.d_errors.index(slot)
                 if not FORM.X_IS_LENT:
-                    row, column = at.own * CHUNK, 0
+                    row, column = place_of_errors(at.own, V, FORM)
                 load(d_errors, row, column, at.left, full, x, FORM.ENDS)
-                row, column = kept * CHUNK, 0
+                row, column = place_of_errors(kept, V, FORM)
             load(errors, row, column, at.left, full, tiles.errors.index(slot), FORM.ENDS)
             full_d, full_s = barriers.full_d.index(0), barriers.full_s.index(0)
             mbarrier.wait(barriers.empty_d.index(0), (done & 1) ^ 1)
@@ -214,10 +221,10 @@ def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
             if FORM.D_IS_LENT:
                 load_lent_state(upper, lower, at, full_d, tiles.d_states, K, V)
             else:
-                load_state(upper, at.own * V, full_d, tiles.d_states)
+                load_state(upper, at.own * V, full_d, tiles.d_states, half * K)
             mbarrier.wait(barriers.empty_s.index(0), (done & 1) ^ 1)
             mbarrier.expect(full_s, V * K * 2)
-            load_state(states, kept * V, full_s, tiles.states)
+            load_state(states, kept * V, full_s, tiles.states, half * K)
             if done % GROUP == 0:
                 full_k = barriers.full_k.index(0)
                 mbarrier.wait(barriers.empty_k.index(0), ((done // GROUP) & 1) ^ 1)
@@ -241,7 +248,8 @@ def store_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr)
             if FORM.VALUES:
                 mbarrier.wait(barriers.has_values.index(slot), (done // 2) & 1)
                 x = tiles.d_errors.index(slot)
-                store(d_v, at.token, at.value_head * V, at.left, x, FORM.ENDS)
+                if at.head % FORM.HALVES == 0:
+                    store(d_v, at.token, at.value_head * V, at.left, x, FORM.ENDS)
                 tma.store_wait(0)
                 mbarrier.arrive(barriers.empty.index(slot))
             if done % GROUP == GROUP - 1:
@@ -254,8 +262,17 @@ def store_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr)
 
 
 @gluon.jit
-def load_state(x, row, full, tile):
-    place = place_of_rows(x, row, tile.shape[0])
+def place_of_errors(number, V: gl.constexpr, FORM: gl.constexpr):
+    """Where E or X of a chunk are, by parts or, of wide heads, with all values in a row."""
+    found = [number * CHUNK, 0]
+    if FORM.HALVES > 1:
+        found = [number // FORM.PER_GATE * CHUNK, number % FORM.PER_GATE * V]
+    return found
+
+
+@gluon.jit
+def load_state(x, row, full, tile, column=0):
+    place = place_of_rows(x, row, tile.shape[0], column)
     tma.async_copy_global_to_shared(x, place, full, framed(tile, x))
 
 

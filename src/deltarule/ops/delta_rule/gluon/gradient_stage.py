@@ -58,11 +58,29 @@ LEAST_WHOLE = 64
 
 
 def can(inputs: Inputs) -> bool:
-    keys, values = padded(inputs)
+    keys, values = tiles_of(inputs)
     return (
         inputs.q.dtype == torch.bfloat16 and keys == values and keys in SIZES
         and not inputs.by_channel and inputs.n_steps == 1 and not inputs.batch_invariant
     )  # fmt: skip
+
+
+def halves_of(inputs: Inputs) -> int:
+    """2 where tiles have half of a head's 256 keys, and its values are one or two parts.
+
+    Such a program takes the pairs of a chunk four times, and their decays: with an erase, too, that
+    is slower than Triton's kernel, but for what that has to do for norms or groups of value heads.
+    """
+    (heads, keys), (value_heads, values) = inputs.q.shape[2:], inputs.v.shape[2:]
+    wide = keys == 2 * WHOLE_SIZE and values in (WHOLE_SIZE, keys)
+    gated = inputs.beta is not None and inputs.log_decay is not None
+    slower = gated and heads == value_heads and not inputs.normalize_qk
+    return 2 if wide and not slower else 1
+
+
+def tiles_of(inputs: Inputs) -> tuple[int, int]:
+    """Keys and values of tiles."""
+    return (WHOLE_SIZE, WHOLE_SIZE) if halves_of(inputs) > 1 else padded(inputs)
 
 
 def can_by_channel(inputs: Inputs) -> bool:
@@ -150,7 +168,8 @@ def lent(call: Call) -> tuple[str, ...]:
     has.
     """
     inputs = call.inputs
-    if inputs.q.shape[2] != inputs.v.shape[2]:
+    if inputs.q.shape[2] != inputs.v.shape[2] or halves_of(inputs) > 1:
+        # The other half of the keys wants X, too.
         return ()
     found = () if inputs.beta is None else ("d_errors",)
     sizes = inputs.q.shape[3], inputs.v.shape[3]
@@ -182,8 +201,8 @@ def room_in_gradients(call: Call) -> dict[str, Tensor]:
 
 
 def rows_are_cut(call: Call) -> bool:
-    """A program takes whole rows, and takes them through the norm."""
-    return False
+    """Whether a program does not take whole rows, and them through the norm."""
+    return halves_of(call.inputs) > 1
 
 
 def add_gradients(call: Call, own: Mapping[str, Tensor], window: Window = WHOLE) -> None:
@@ -220,13 +239,15 @@ def rows_of_chunks(inputs: Inputs) -> int:
 
 
 def gradients_launch(call: Call, kept: bool, x_is_lent: bool, d_is_lent: bool) -> Launch:
-    inputs, sizes = call.inputs, padded(call.inputs)
-    (heads, key_size), rows = inputs.q.shape[2:], CHUNK.value
+    inputs, sizes = call.inputs, tiles_of(call.inputs)
+    (heads, key_size), rows, halves = inputs.q.shape[2:], CHUNK.value, halves_of(inputs)
+    parts = inputs.v.shape[3] // sizes[1] if halves > 1 else 1
     of_state, part = of_states(inputs, [*sizes[::-1]]), (heads * key_size, [rows, rows])
     # Of dq or dk, 64 columns of D: of a tile with more rows those lie apart from the others.
     tiles = {"states": of_state, "upper": part if d_is_lent else of_state, "lower": part}
     choices = {
-        "GROUP": inputs.v.shape[2] // heads, "PER_GATE": inputs.per_gate,
+        "GROUP": inputs.v.shape[2] // heads * parts, "PER_GATE": inputs.per_gate * parts,
+        "HALVES": halves,
         "VALUES": not scan_back_has_values(call), "KEPT": kept, "X_IS_LENT": x_is_lent,
         "D_IS_LENT": d_is_lent, "TENSOR": has_tensor_memory(inputs.q.device),
     }  # fmt: skip

@@ -93,7 +93,8 @@ def leave_factors(shared, scalings, norms, scale, at, n, FORM: gl.constexpr):
     if FORM.TIED:
         beta = load_factor(scaling + SCALING_BETA * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
     if FORM.UNIT:
-        norm = norms + ((at.token + o_t) * work.heads + at.head) * 2
+        heads, head = work.heads // FORM.HALVES, at.head // FORM.HALVES
+        norm = norms + ((at.token + o_t) * heads + head) * 2
         query_norm = load_factor(norm, o_t, at.left, 0.0, FORM.ENDS)
         key = load_factor(norm + 1, o_t, at.left, 0.0, FORM.ENDS)
         query *= query_norm
@@ -168,7 +169,7 @@ def leave_decay_gradients(shared, of, at, n, FORM: gl.constexpr):
     x = gl.associative_scan(later, 0, add, reverse=True) + held
     x += gl.associative_scan(before, 0, add) - before
     address = d_log_decay + place_of_gates(at, work, o_t, FORM)
-    x = with_those_before(x, address, o_t < at.left, at, FORM.PER_GATE)
+    x = with_those_before(x, address, o_t < at.left, at, FORM)
     x = gl.where(g < SCALING_RESET, 0.0, x)
     if FORM.ENDS == "whole":
         gl.store(address, x)
@@ -177,10 +178,10 @@ def leave_decay_gradients(shared, of, at, n, FORM: gl.constexpr):
 
 
 @gluon.jit
-def with_those_before(x, address, there, at, PER_GATE: gl.constexpr):
+def with_those_before(x, address, there, at, FORM: gl.constexpr):
     """x, and what the same threads have left there of the gate's value heads before this one."""
-    if PER_GATE > 1:
-        there = there & (at.value_head % PER_GATE > 0)
+    if FORM.PER_GATE * FORM.HALVES > 1:
+        there = there & (at.value_head % FORM.PER_GATE + at.head % FORM.HALVES > 0)
         x += gl.load(address, mask=there, other=0.0).to(gl.float32)
     return x
 
@@ -270,9 +271,12 @@ def store_beta_gradient(d_beta, tiles, row, at, work, x, FORM: gl.constexpr):
     HALF: gl.constexpr = gl.SliceLayout(0, x.type.layout)
     o_r, o_h = gl.arange(0, CHUNK, ROW)[:, None], gl.arange(0, 2, HALF)[None, :]
     there = o_r // (CHUNK // 2) == o_h
+    if FORM.HALVES > 1:
+        # Both halves of the keys come to the same.
+        there = there & (at.head % FORM.HALVES == 0)
     place, there = places_of_rows(tiles, row, at, work, there, ROW, FORM)
     address = d_beta + place + o_h * 0
-    gl.store(address, with_those_before(x, address, there, at, FORM.PER_GATE), mask=there)
+    gl.store(address, with_those_before(x, address, there, at, FORM), mask=there)
 
 
 @gluon.jit
@@ -292,7 +296,7 @@ def compute_role(shared, d_beta, places, K: gl.constexpr, V: gl.constexpr, FORM:
     keys = gl.zeros([CHUNK, K], gl.float32, ACROSS)
     count = work.count
     if FORM.ENDS == "packed":
-        count = pairs_there(work)
+        count = pairs_there(work, FORM.HALVES)
     # Not one loop over all value heads: where it sets sums back to zero, ptxas 12.8 dies of it.
     for pair in range(count):
         d_q, d_k = keys, keys
@@ -315,7 +319,9 @@ def compute_role(shared, d_beta, places, K: gl.constexpr, V: gl.constexpr, FORM:
                 mbarrier.arrive(barriers.has_sums.index(0))
             written += erased + inner
             d_q, d_k = d_q + read, d_k + written
-        leave_keys(tiles, barriers, d_q, d_k, q_norm, k_norm, FORM.UNIT)
+        # Of half of a row nobody knows the norm's gradient.
+        WHOLE_ROWS: gl.constexpr = FORM.UNIT and FORM.HALVES == 1
+        leave_keys(tiles, barriers, d_q, d_k, q_norm, k_norm, WHOLE_ROWS)
 
 
 @gluon.jit
@@ -427,6 +433,7 @@ def fused_gradients_kernel(
     GROUP: gl.constexpr, PER_GATE: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr,
     UNIT: gl.constexpr, VALUES: gl.constexpr, KEPT: gl.constexpr, X_IS_LENT: gl.constexpr,
     D_IS_LENT: gl.constexpr, TENSOR: gl.constexpr, ENDS: gl.constexpr, REGISTERS: gl.constexpr,
+    HALVES: gl.constexpr = 1,
 ):  # fmt: skip
     """Descriptors of tiles up to d_v; without an erase `errors` is v, and X is not there.
 
@@ -438,10 +445,10 @@ def fused_gradients_kernel(
     dtype: gl.constexpr = q.dtype
     FORM: gl.constexpr = Form(
         TIED, DECAY, UNIT, ENDS, PER_GATE=PER_GATE, GROUP=GROUP, VALUES=VALUES, KEPT=KEPT,
-        X_IS_LENT=X_IS_LENT, D_IS_LENT=D_IS_LENT,
+        X_IS_LENT=X_IS_LENT, D_IS_LENT=D_IS_LENT, HALVES=HALVES,
     )  # fmt: skip
     first, step = gl.program_id(0), gl.num_programs(0)
-    count = (pairs - first + step - 1) // step
+    count, heads = (pairs - first + step - 1) // step * HALVES, heads * HALVES
     if ENDS != "packed":
         # What is not there is another thing that nobody touches.
         cu_seqlens, sequences = T, T

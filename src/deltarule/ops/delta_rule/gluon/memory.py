@@ -67,7 +67,8 @@ class Form(NamedTuple):
     Forwards may have an INITIAL state, and SAVE what backwards ask for, SCORES among it; S and E
     lie where gradients will (LENDS). Gradients are those of GROUP value heads of a key head.
     VALUES: dv is left. KEPT: S and E are those of all chunks. D and X may lie in the gradients. In
-    one kernel with the scan back sequences may be CUT, and D given at their ends (FINAL).
+    one kernel with the scan back sequences may be CUT, and D given at their ends (FINAL). Where
+    HALVES are 2, programs take the halves of a key head's channels in turn, as if they were heads.
     """
 
     TIED: bool
@@ -90,6 +91,7 @@ class Form(NamedTuple):
     D_IS_LENT: bool = False
     CUT: bool = False
     FINAL: bool = False
+    HALVES: int = 1
 
 
 # First token and number of tokens of the program's sequence, its chunks, and its heads.

@@ -18,10 +18,10 @@ FAR = gl.constexpr(tensor_maps.FAR)
 
 
 @gluon.jit
-def place_of_rows(x, row, ROWS: gl.constexpr):
+def place_of_rows(x, row, ROWS: gl.constexpr, column=0):
     """Where rows of a state are; where states are an axis of x, each has ROWS here."""
     if len(x.block_shape) == 2:
-        found = [row, 0]
+        found = [row, column]
     else:
         found = [row // ROWS, row % ROWS, 0]
     return found
