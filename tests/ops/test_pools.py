@@ -19,13 +19,13 @@ from ops.places import ON_CPU, Place
 from oracle import Case, make_case
 from promised import promised
 from tolerance import assert_close
+from truth import TIMED, part
 
 promised("triton")
 
 from deltarule.ops.serving import pool_triton
 
 KINDS = [("head", "tied", 1), ("channel", "tied", 2), ("channel", "free", 1), ("none", "none", 1)]
-PARTS = ("q", "k", "v", "beta", "a", "b", "log_decay")
 
 
 @pytest.fixture(params=ON_CPU)
@@ -44,19 +44,14 @@ def kind_case(kind, lengths, dtype=torch.float64) -> Case:
 
 
 def arguments(case: Case) -> dict:
-    own = {name: case.tensors[name] for name in PARTS}
+    own = {name: case.tensors[name] for name in TIMED}
     return own | {"n_steps": case.n_steps, "normalize_qk": case.normalize_qk}
 
 
 def alone(case: Case, first: int, last: int, state: torch.Tensor):
     """The definition on some tokens of the packed row from a state [HV, V, K]."""
-    steps = {name: case.n_steps if name in ("k", "v", "beta") else 1 for name in PARTS}
-    cut = {
-        name: x if x is None else x[:, first * steps[name] : last * steps[name]]
-        for name, x in case.tensors.items() if name in PARTS
-    }  # fmt: skip
-    one = Case(cut | {"initial_state": state[None].double()}, case.n_steps, case.normalize_qk)
-    out = one.to(torch.float64).run("reference")
+    own = part(case, case.tensors, slice(first, last)) | {"initial_state": state[None].double()}
+    out = Case(own, case.n_steps, case.normalize_qk).to(torch.float64).run("reference")
     return out.o[0], out.final_state[0]
 
 

@@ -12,6 +12,7 @@ from ops.places import ON_CPU, ON_GPU, Place
 from oracle import DECAYS, Case, make_case, on
 from promised import promised
 from tolerance import assert_close, relative_rms
+from truth import TIMED, part
 
 promised("triton")
 
@@ -45,18 +46,11 @@ def drawn(place: Place, kind: tuple[str, str, int], **sizes: object) -> tuple[Ca
 
 def step(case: Case, place: Place, state: torch.Tensor, first=0, last=None, **options):
     """Some tokens of a call."""
-    x, n = case.tensors, case.n_steps
-    last = x["q"].shape[1] if last is None else last
-    token, rows = slice(first, last), slice(first * n, last * n)
-    log_decay = x["log_decay"]
-    if log_decay is not None and log_decay.ndim > 1:
-        log_decay = log_decay[:, token]
-    a, b = (None if x[name] is None else x[name][:, token] for name in "ab")
-    beta = None if x["beta"] is None else x["beta"][:, rows]
+    last = case.tensors["q"].shape[1] if last is None else last
+    x = part(case, case.tensors, slice(first, last))
     return recurrent_step(
-        x["q"][:, token], x["k"][:, rows], x["v"][:, rows], beta=beta, log_decay=log_decay,
-        a=a, b=b, n_steps=n, normalize_qk=case.normalize_qk, state=state, impl=place.impl,
-        **options,
+        **{name: x[name] for name in TIMED}, n_steps=case.n_steps, normalize_qk=case.normalize_qk,
+        state=state, impl=place.impl, **options,
     )  # fmt: skip
 
 

@@ -66,9 +66,9 @@ def rewrite_marker(folder, **fields):
     (folder / MARKER).write_text(json.dumps(written | {"own_sha256": marker.hash()}))
 
 
-def rewrite_weights(folder, change):
-    path = folder / "model.safetensors"
-    path.write_bytes(change(path.read_bytes()))
+def on(name, change):
+    """The bytes of a file, changed."""
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
 def says_more(folder):
@@ -76,23 +76,19 @@ def says_more(folder):
     rewrite_marker(folder, sha256=hashes | {"../../secret.safetensors": "0"})
 
 
-def says_another_step(folder):
-    marker = (folder / MARKER).read_text()
-    (folder / MARKER).write_text(marker.replace('"step": ', '"step": 9'))
-
-
+WEIGHTS = "model.safetensors"
 TYPES = b'{"step": "1", "sha256": [], "own_sha256": 7}'
 DAMAGES = {
-    "truncated": lambda folder: rewrite_weights(folder, lambda x: x[:-4]),
-    "flipped": lambda folder: rewrite_weights(folder, lambda x: x[:-1] + bytes([x[-1] ^ 1])),
+    "truncated": on(WEIGHTS, lambda x: x[:-4]),
+    "flipped": on(WEIGHTS, lambda x: x[:-1] + bytes([x[-1] ^ 1])),
     "removed": lambda folder: (folder / "state.json").unlink(),
     "added": lambda folder: (folder / "more.safetensors").touch(),
     "outside": says_more,
-    "another step": says_another_step,
+    "another step": on(MARKER, lambda x: x.replace(b'"step": ', b'"step": 9')),
     "another step, hashed": lambda folder: rewrite_marker(folder, step=77),
     "nothing named": lambda folder: rewrite_marker(folder, sha256={}),
     **{
-        f"marker {content[:9]}": lambda folder, x=content: (folder / MARKER).write_bytes(x)
+        f"marker {content[:9]}": on(MARKER, lambda _, x=content: x)
         for content in (b"[]", TYPES, b"\xff\xfe", b"[" * 100_000)
     },
 }
