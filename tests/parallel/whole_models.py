@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import gc
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,29 +28,23 @@ from deltarule.parallel import MeshOptions, make_mesh, parallelize
 from deltarule.parallel.sharding import clip_sharded
 
 VOCAB = 257
-GROUPED = ("gated_deltanet", "kda", "deltanet", "gated_delta_product")
+# What a mixer has besides the sizes of all.
+FIELDS: dict[str, dict[str, Any]] = {
+    **{x: {"num_v_heads": 8} for x in ("gated_deltanet", "deltanet", "gated_delta_product")},
+    "kda": {"num_v_heads": 8, "tie_embeddings": False},
+    "linear_attention": {"feature_map": "hedgehog"}, "lightning": {"output_norm": "all"},
+    "attention": {"num_kv_heads": 4}, "sliding_window": {"num_kv_heads": 4, "window": 5},
+    "experts": {
+        "layer_types": "gated_deltanet", "mlp_layer_types": ("sparse", "dense"), "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_gate": True,
+        "shared_expert_intermediate_size": 32, "scoring_func": "sigmoid",
+    },
+}  # fmt: skip
 
 
 def config_of(mixer: str) -> ModelConfig:
-    fields: dict[str, Any] = {"num_v_heads": 8} if mixer in GROUPED else {}
-    if mixer == "linear_attention":
-        fields["feature_map"] = "hedgehog"
-    if mixer == "lightning":
-        fields["output_norm"] = "all"
-    if mixer in ("attention", "sliding_window"):
-        fields["num_kv_heads"] = 4
-    if mixer == "experts":
-        mixer = "gated_deltanet"
-        fields = {
-            "mlp_layer_types": ("sparse", "dense"), "num_experts": 4, "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32,
-            "shared_expert_gate": True, "scoring_func": "sigmoid",
-        }  # fmt: skip
-    return ModelConfig(
-        vocab_size=VOCAB, hidden_size=64, num_layers=2, num_heads=4, layer_types=mixer,
-        mlp_size=64, tie_embeddings=mixer != "kda",
-        window=5 if mixer == "sliding_window" else None, **fields,
-    )  # fmt: skip
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "num_layers": 2, "num_heads": 4}
+    return ModelConfig(**{"layer_types": mixer, "mlp_size": 64, **sizes} | FIELDS.get(mixer, {}))
 
 
 def small(mixer: str, **fields: Any) -> ModelConfig:
@@ -78,8 +73,13 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-300))
 
 
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+def gradient_error(model: CausalLM, alone: CausalLM) -> float:
+    """The largest, of a model of which parameters may be shared out."""
+    pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True)]
+    assert [p is None for p, _ in pairs] == [q is None for _, q in pairs]
+    used = [(p, q) for p, q in pairs if q is not None]
+    gathered = ((p.full_tensor() if isinstance(p, DTensor) else p, q) for p, q in used)
+    return max(relative(p.view_as(q), q) for p, q in gathered)
 
 
 def heads_recomputed(mixer: str, tensor: int) -> dict[str, float]:
@@ -97,17 +97,24 @@ def heads_recomputed(mixer: str, tensor: int) -> dict[str, float]:
             file.recomputed = plain
 
 
+def said(call: Callable[[], object]) -> str:
+    """By which error a call is refused."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def heads_refused(**fields: int) -> str:
     """What `parallelize` says to sizes that cannot be split."""
     model = drawn(dataclasses.replace(config_of("gated_deltanet"), **fields))
     before = [name for name, _ in model.named_parameters()]
-    try:
-        parallelize(model, mesh_of(MeshOptions(tensor=dist.get_world_size())))
-    except ValueError as error:
-        assert not any(isinstance(p, DTensor) for p in model.parameters())
-        assert [name for name, _ in model.named_parameters()] == before
-        return str(error)
-    return ""
+    mesh = mesh_of(MeshOptions(tensor=dist.get_world_size()))
+    told = said(lambda: parallelize(model, mesh))
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    assert [name for name, _ in model.named_parameters()] == before
+    return told
 
 
 def replicated(mixer: str) -> list[str]:
@@ -170,18 +177,10 @@ def heads_and_shards(mixer: str, tensor: int) -> dict[str, float]:
     loss.backward()
     total = loss.detach().clone()
     dist.all_reduce(total, group=mesh["shard"].get_group())
-    pairs = [(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True)]
-    assert [p.grad is None for p, _ in pairs] == [q.grad is None for _, q in pairs]
-    used = [(p, q) for p, q in pairs if q.grad is not None]
-    return errors | {
-        "total": relative(total, expected),
-        "gradient": max(relative(whole(p.grad).view_as(q), q.grad) for p, q in used),
-        "norm": relative(
-            clip_sharded(list(model.parameters()), 1.0),
-            torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0),
-        ),
-        "clipped": max(relative(whole(p.grad).view_as(q), q.grad) for p, q in used),
-    }
+    errors |= {"total": relative(total, expected), "gradient": gradient_error(model, alone)}
+    norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+    errors["norm"] = relative(clip_sharded(list(model.parameters()), 1.0), norm)
+    return errors | {"clipped": gradient_error(model, alone)}
 
 
 def bytes_of_a_layer(tokens: int, exchange: str) -> dict[str, float]:
@@ -289,20 +288,18 @@ def context_model(mixer: str, exchange: str, packed: bool, heads: int = 1) -> di
     model.zero_grad()
     processes = dist.get_world_size() // heads
     mesh = mesh_of(MeshOptions(context=processes, tensor=heads))
-    plan = parallelize(model, mesh) if heads > 1 else None
+    if heads > 1:
+        parallelize(model, mesh)
     group = mesh["context"].get_group()
     context = make_context(tokens, cu_seqlens=offsets, exchange=exchange, group=group)
     mine, _ = model.hidden(context.part(x), context=context)
     share = (context.last - context.first) / tokens
     (model.loss(mine, context.part(targets)) * share).backward()
     errors = {"hidden": relative(mine, context.part(hidden))}
-    pairs = [(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True)]
-    errors["gradient"] = 0.0
-    for p, q in pairs:
-        if q.grad is not None:
-            if plan is None:
-                dist.all_reduce(p.grad)
-            errors["gradient"] = max(errors["gradient"], relative(whole(p.grad).view_as(q), q.grad))
+    for p in model.parameters() if heads == 1 else ():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+    errors["gradient"] = gradient_error(model, alone)
     # Last: what is sharded is whole from here on.
     with torch.no_grad():
         again, after = model.hidden(context.part(x), context=context)
@@ -316,12 +313,8 @@ def context_model(mixer: str, exchange: str, packed: bool, heads: int = 1) -> di
 
 def refused(mixer: str) -> str:
     """What a model says that cannot share a sequence out."""
-    tokens = torch.zeros(1, 16, dtype=torch.int64)
-    try:
-        CausalLM(small(mixer)).hidden(tokens, context=make_context(32))
-    except ValueError as error:
-        return str(error)
-    return ""
+    tokens, model = torch.zeros(1, 16, dtype=torch.int64), CausalLM(small(mixer))
+    return said(lambda: model.hidden(tokens, context=make_context(32)))
 
 
 def kept_after_a_step(mixer: str) -> int:
