@@ -65,10 +65,11 @@ def check_inputs(
 
 def check_state(state: ModelState, sequences: int, num_layers: int) -> None:
     """A state of this many layers and sequences; each layer checks the rest of the shape."""
-    if len(state) != num_layers:
+    others = [type(layer).__name__ for layer in state if not isinstance(layer, dict)]
+    if others or len(state) != num_layers:
         raise ValueError(
-            f"state must hold the states of {num_layers} layers, got {len(state)}: "
-            "it comes from another model"
+            f"state must hold the states of {num_layers} layers, got {others or len(state)}: "
+            "give what this model returned beside the logits"
         )
     rows = {len(tensor) for layer in state for tensor in layer.values()}
     if rows - {sequences}:
@@ -176,7 +177,7 @@ def check_prompts(
         check_range(name, row, vocab_size)
         rows.append(row or [BEGIN])
     if state is not None:
-        one_for_all = all(len(tensor) == 1 for layer in state for tensor in layer.values())
+        one_for_all = all(len(x) == 1 for s in state if isinstance(s, dict) for x in s.values())
         check_state(state, 1 if one_for_all else len(rows), model.config.num_layers)
     return rows
 
