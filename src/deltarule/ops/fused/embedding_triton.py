@@ -3,7 +3,7 @@
     dW[v] = sum_t [token_t = v] dx_t
 
 A float32 number is the sum of three in bfloat16, whose products with 1 are exact; they are summed
-in float32, in one order. PyTorch sorts the tokens first, in ten launches.
+in float32, in one order; a NaN reaches all rows. PyTorch sorts the tokens first, in ten launches.
 """
 
 from typing import Any
