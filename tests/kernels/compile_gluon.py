@@ -8,12 +8,17 @@ from typing import NamedTuple
 import torch
 from ahead import Launch, main, recording
 
-from deltarule.ops.delta_rule.gluon import gradient_stage, stage, wide_scan_stage
+from deltarule.ops.delta_rule.gluon import (
+    gradient_stage,
+    segment_scan_stage,
+    stage,
+    wide_scan_stage,
+)
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import tile_sizes
 from deltarule.ops.delta_rule.triton.gradients import own_shapes
 from deltarule.ops.delta_rule.triton.passes import kept_shapes, new_gradients
-from deltarule.ops.delta_rule.triton.plan import Call, new_plan
+from deltarule.ops.delta_rule.triton.plan import Call, Plan, new_plan
 from deltarule.ops.delta_rule.triton.scan import LEFT
 
 RULES = {
@@ -162,6 +167,44 @@ def back(inputs: Inputs) -> None:
     wide_scan_stage.scans(call, dict.fromkeys(LEFT) | own, True)
 
 
+def scan(goal: str, inputs: Inputs, narrow: bool = False) -> None:
+    """A scan over chunks of segments, or of whole sequences."""
+    call = kept(inputs)
+    assert segment_scan_stage.can(inputs, goal)
+    key = call.plan.tile_key._replace(narrow=narrow)
+    call.plan = Plan(key, call.plan.chunks, call.plan.sizes, 0 if goal == "outputs" else 1)
+    states, values = torch.empty(inputs.state_shape), torch.empty_like(inputs.v)
+    call.values["d_o"] = values
+    o = values if goal == "outputs" else None
+    segment_scan_stage.run(call, goal, inputs.initial_state, states, o)
+
+
+def narrow_outputs(inputs: Inputs) -> None:
+    """Half of a head's values in a program."""
+    scan("outputs", inputs, narrow=True)
+
+
+def scores(inputs: Inputs) -> None:
+    """Of the pairs of rows of all chunks."""
+    assert segment_scan_stage.can(inputs, "scores")
+    segment_scan_stage.scores(kept(inputs))
+
+
+def outputs(inputs: Inputs) -> None:
+    scan("outputs", inputs)
+
+
+def ends(inputs: Inputs) -> None:
+    scan("ends", inputs)
+
+
+def ends_back(inputs: Inputs) -> None:
+    scan("back", inputs)
+
+
+SCANS = [ends, outputs, narrow_outputs, ends_back]
+
+
 def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
     """What is compiled of a form; how many value heads share a key head, no forward knows."""
     if form.size == WIDE:
@@ -174,6 +217,8 @@ def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
     whole = [backward] if form.size > gradient_stage.WHOLE_SIZE // 2 else []
     if form.size == gradient_stage.WHOLE_SIZE and form.tokens == "whole" and form.rule != "plain":
         whole += [lend, borrow]
+        if form.rule == "gated":
+            whole += [*SCANS, *([] if form.norm == "unit" else [scores])]
     return [forward, twice, save, gradients, *whole]
 
 
@@ -193,7 +238,8 @@ def forms(capability: int) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             wide_scan_stage.can(inputs) if form.size == WIDE else stage.why_not_form(inputs) is None
         )
         for run in passes_of(form):
-            others = form.rule in CHANNELS or form.size == WIDE or run in (backward, lend, borrow)
+            on_hopper = (backward, lend, borrow, scores, *SCANS)
+            others = form.rule in CHANNELS or form.size == WIDE or run in on_hopper
             if capability == 90 or not others:
                 yield (
                     f"{' '.join(map(str, form))} {run.__name__}",

@@ -102,6 +102,11 @@ PASSES = {
     ),
     "scans": ("gated 256 bare alone whole leaving", "gated 256 bare alone packed through",
               "delta 256 bare alone ragged back", "delta 256 bare alone packed gradients"),
+    "segments": (
+        "gated 128 unit alone whole ends", "gated 128 bare alone whole outputs",
+        "gated 128 bare alone whole narrow_outputs", "gated 128 unit alone whole ends_back",
+        "gated 128 bare alone whole scores",
+    ),
     "channels": ("kda 128 bare alone whole channels", "gla 128 unit alone packed channels"),
     # Every form of whole chunks, of which there are 40, and of the others some.
     "gradients": (

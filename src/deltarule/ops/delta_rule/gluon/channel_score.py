@@ -79,7 +79,7 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
             barrier()
             # P is there, and no product reads `near_low`.
             mbarrier.wait(barriers.paired.index(0), i & 1)
-            t = invert(own, slot, on_16, on_32, places, i & 1, FORM.SAVE)
+            t = invert(own, slot, slot, on_16, on_32, places, i & 1, FORM.SAVE)
             if not FORM.SAVE:
                 t = gl.where(o_i == o_j, 1.0, t)
             tiles.t.index(slot).store(t.to(tiles.t.dtype))
@@ -120,4 +120,4 @@ def leave_pairs(tiles, slot, fast, i, FORM: gl.constexpr):
     rest = gl.where(o_j // BLOCK < o_i // BLOCK, m, 0.0)
     tiles.rows.permute((1, 0)).store(rest.to(gl.float16))
     barrier()
-    leave_blocks(tiles, slot, blocks_of(m), FORM)
+    leave_blocks(tiles, slot, slot, blocks_of(m), FORM)

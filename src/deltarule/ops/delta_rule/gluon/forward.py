@@ -81,18 +81,24 @@ def new_tiles(
     dtype: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
     QUERIES: gl.constexpr, TIED: gl.constexpr, SAVE: gl.constexpr,
 ):  # fmt: skip
+    """Shared memory for all tiles; those of values where there are state roles (PARTS)."""
     SQUARE: gl.constexpr = square()
     q = gl.allocate_shared_memory(dtype, [SLOTS, QUERIES, K], SQUARE)
     k = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
-    v = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, CHUNK, VALUES], SQUARE)
-    o = gl.allocate_shared_memory(dtype, [PARTS, QUERIES, VALUES], SQUARE)
-    p = gl.allocate_shared_memory(dtype, [PAIR_SLOTS if TIED else SLOTS, QUERIES, CHUNK], SQUARE)
-    gates = gl.allocate_shared_memory(gl.float32, [SLOTS * GATES, CHUNK], PLAIN_1D)
+    v, o = q, q
+    if PARTS > 0:
+        v = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, CHUNK, VALUES], SQUARE)
+        o = gl.allocate_shared_memory(dtype, [PARTS, QUERIES, VALUES], SQUARE)
+    PAIRS: gl.constexpr = PAIR_SLOTS if TIED and PARTS > 0 else SLOTS
+    p = gl.allocate_shared_memory(dtype, [PAIRS, QUERIES, CHUNK], SQUARE)
+    # Without state roles the gates of a chunk take as long as its scores, and are made before.
+    GATE_SLOTS: gl.constexpr = SLOTS if PARTS > 0 else 2 * SLOTS
+    gates = gl.allocate_shared_memory(gl.float32, [GATE_SLOTS * GATES, CHUNK], PLAIN_1D)
     sums = gl.allocate_shared_memory(gl.float32, [CHUNK], PLAIN_1D)
     # Before Triton 3.7 a tuple has no None: what is not there is another thing that nobody reads.
     t, before, rows, own, blocks, scaled, identity = p, p, p, p, p, p, p
     saved, errors = o, o
-    if SAVE:
+    if SAVE and PARTS > 0:
         saved = gl.allocate_shared_memory(dtype, [PARTS, VALUES, K], SQUARE)
         if TIED:
             errors = gl.allocate_shared_memory(dtype, [PARTS, CHUNK, VALUES], SQUARE)
@@ -102,7 +108,7 @@ def new_tiles(
         own = gl.allocate_shared_memory(gl.float16, [4, 16, 16], PLAIN_3D) if SAVE else rows
         blocks = gl.allocate_shared_memory(gl.float16, [4, 16, 16], PLAIN_3D)
         scaled = gl.allocate_shared_memory(gl.float16, [4, 16, 16], PLAIN_3D)
-        before = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCKS * CHUNK], PLAIN_1D)
+        before = gl.allocate_shared_memory(gl.float32, [GATE_SLOTS, BLOCKS * CHUNK], PLAIN_1D)
         identity = new_identity()
     return Tiles(
         q, k, v, t, p, o, saved, errors, gates, sums, before, rows, own, blocks, scaled, identity,

@@ -111,9 +111,9 @@ def score_role(shared, scale, places, SLOTS: gl.constexpr, FORM: gl.constexpr):
             tma.store_wait(SLOTS - 1)
             barrier()
         if TIED:
-            leave_m(tiles, slot, places, i & 1, FORM)
+            leave_m(tiles, slot, slot, places, i & 1, FORM)
             barrier()
-            t = invert(tiles, slot, on_16, on_32, places, i & 1, SAVE)
+            t = invert(tiles, slot, slot, on_16, on_32, places, i & 1, SAVE)
             if not SAVE:
                 t = gl.where(o_i == o_j, 1.0, t)
             tiles.t.index(slot).store(t.to(tiles.t.dtype))
@@ -132,7 +132,7 @@ def score_role(shared, scale, places, SLOTS: gl.constexpr, FORM: gl.constexpr):
 
 
 @gluon.jit
-def leave_m(tiles, slot, places, phase, FORM: gl.constexpr):
+def leave_m(tiles, slot, gate_slot, places, phase, FORM: gl.constexpr):
     """- L of the blocks on the diagonal, in float32, at the slot of T; the rest of M in `rows`.
 
     That is in float16 and without the FACTOR of its rows (gates.py).
@@ -142,8 +142,8 @@ def leave_m(tiles, slot, places, phase, FORM: gl.constexpr):
     kk = start(places.pairs, k, k.permute((1, 0)), zero, False)
     tell(places.has_pairs)
     kk = value(finish((kk,), places.has_pairs, phase), product(CHUNK))
-    leave_blocks(tiles, slot, blocks_of(kk), FORM)
-    before = tiles.before.index(slot).reshape([BLOCKS, CHUNK]).load(gl.SliceLayout(1, BATCH))
+    leave_blocks(tiles, slot, gate_slot, blocks_of(kk), FORM)
+    before = tiles.before.index(gate_slot).reshape([BLOCKS, CHUNK]).load(gl.SliceLayout(1, BATCH))
     kk = gl.convert_layout(gl.reshape(kk, [BLOCKS, BLOCK, CHUNK]), BATCH)
     kk = gl.reshape(kk * gl.expand_dims(before, 1), [CHUNK, CHUNK])
     tiles.rows.store(gl.convert_layout(kk, product(CHUNK)).to(gl.float16))
@@ -162,7 +162,7 @@ def blocks_of(x):
 
 
 @gluon.jit
-def leave_blocks(tiles, slot, kk, FORM: gl.constexpr):
+def leave_blocks(tiles, slot, gate_slot, kk, FORM: gl.constexpr):
     """- L of the blocks on the diagonal, in float32, of their k_j . k_i [block, j, i]; SAVE: - M.
 
     The substitution wants the columns of those blocks. K K^T is symmetric: they are computed as
@@ -172,7 +172,7 @@ def leave_blocks(tiles, slot, kk, FORM: gl.constexpr):
     J: gl.constexpr = gl.SliceLayout(2, BATCH)
     o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, I))[None, None, :]
     o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, J))[None, :, None]
-    gate = slot * GATES
+    gate = gate_slot * GATES
     if FORM.DECAY:
         sums = gl.expand_dims(of_blocks(tiles, gate + KEY_SUM, I), 1)
         sums = sums - gl.expand_dims(of_blocks(tiles, gate + COLUMN_SUM, J), 2)

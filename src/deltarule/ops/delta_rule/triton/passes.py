@@ -179,7 +179,9 @@ def new_gradients(call: Call) -> None:
 
 
 def scores(call: Call) -> None:
-    (channel_stages.scores if call.inputs.by_channel else head_scores)(call)
+    fused = plan.segment_scan(call, "scores")
+    by_head = head_scores if fused is None else fused.scores
+    (channel_stages.scores if call.inputs.by_channel else by_head)(call)
 
 
 def scan(call: Call, output: bool) -> tuple[Tensor | None, Tensor]:
@@ -188,6 +190,10 @@ def scan(call: Call, output: bool) -> tuple[Tensor | None, Tensor]:
     o = call.empty(inputs.output_shape, inputs.v.dtype) if output else None
     final = call.empty(inputs.state_shape)
     start = first_states(call) if call.plan.per_segment else inputs.initial_state
+    fused = plan.segment_scan(call, "outputs") if output and call["states"] is None else None
+    if fused is not None:
+        fused.run(call, "outputs", start, final, o)
+        return o, final
     room = {"o": o, "states": call["states"], "errors": call["errors"]}
     scan_through(call, room | {"initial_state": start, "final_state": final})
     return o, final

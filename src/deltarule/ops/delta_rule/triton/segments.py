@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltarule.ops.delta_rule.triton.plan import Call, blocks
+from deltarule.ops.delta_rule.triton.plan import Call, blocks, on_hopper, segment_scan
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.tiles import state_tile
+from deltarule.ops.runtime.launch import multiprocessors
 from deltarule.ops.runtime.places import first_chunk, place_of, sequence_bounds
 
 # The transitions of two segments, in float32, fit beside each other on every architecture.
@@ -81,10 +82,14 @@ def segment_starts(call: Call, boundary: Tensor | None, ends: Tensor, backwards:
     sequences, heads, value_size, key_size = call.inputs.state_shape
     transitions = call["ends"]
     starts = call.empty((ends.shape[0], heads, value_size, key_size))
-    grid = blocks(value_size, CONFIG["BV"]) * heads * sequences, 1, 1
+    rows, one_tile = CONFIG["BV"], heads * sequences
+    # Each program reads all transitions: tiles of twice the rows where those make a second round.
+    if on_hopper(ends) and blocks(value_size, rows) * one_tile > multiprocessors(ends.device):
+        rows *= 2
+    grid = blocks(value_size, rows) * one_tile, 1, 1
     given = {"boundary": boundary, "ends": ends, "transitions": transitions, "starts": starts}
     kind = {"DIAGONAL": call.inputs.erase == "none", "REVERSED": backwards}
-    kind |= {"ROWS": transitions.shape[2], "OPEN": call["join"] is not None}
+    kind |= {"ROWS": transitions.shape[2], "OPEN": call["join"] is not None, "BV": rows}
     call.launch(segment_starts_kernel, grid, CONFIG | given | kind)
     return starts
 
@@ -92,6 +97,9 @@ def segment_starts(call: Call, boundary: Tensor | None, ends: Tensor, backwards:
 def leave_ends(call: Call) -> None:
     """What the segments leave, with their transitions."""
     initial = None if call["join"] else call.inputs.initial_state
+    if (fused := segment_scan(call, "ends")) is not None:
+        fused.run(call, "ends", initial, call["ends"])
+        return
     scan_through(call, {"initial_state": initial, "final_state": call["ends"]}, ends=True)
 
 
@@ -108,6 +116,9 @@ def first_states(call: Call) -> Tensor:
 def leave_ends_back(call: Call) -> Tensor:
     d_ends = call.empty((len(call["ends"]), *call.inputs.state_shape[1:]))
     d_final = None if call["join"] else call["d_final"]
+    if (fused := segment_scan(call, "back")) is not None:
+        fused.run(call, "back", d_final, d_ends)
+        return d_ends
     scan_back(call, {"d_final": d_final, "d_initial": d_ends}, ends=True)
     return d_ends
 

@@ -1,0 +1,347 @@
+"""The scans over chunks of triton/scan.py as one kernel of several roles, for Hopper.
+
+A program has 64 or 128 rows of the state of one stretch, a segment or a whole sequence, of a head,
+and goes through its chunks: with GOAL "outputs" from the state at its start; "ends" from zeros, or
+for A from the identity; "back" from the last chunk to the first, for D at its start.
+
+    load ----- k v N, q P, and scalings of rows --> slots --> roles of 64 rows each --> o --> store
+
+    E = F + N beta F,  F = v - S e'        S <- S end + beta E y'       o = S q' + P beta E
+    X = Y + N^T beta Y,  Y = P^T dO + D y'    D <- D end + dO q' - beta X e'
+"""
+
+from collections import namedtuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN_1D
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, product, straight
+from deltarule.ops.delta_rule.triton.tiles import BETA, ERASE_ROW, READ, REST, WHOLE, WRITE
+from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
+
+# Tiles that the copy engine moves have a power of two of rows: scalings come two by two.
+PAIRS = gl.constexpr(3)
+
+Tiles = namedtuple("Tiles", "q k v scores corrections scalings o")
+# Of slots; and o of a role is there, and in global memory.
+Barriers = namedtuple("Barriers", "full empty written stored")
+# What a program takes: first token, chunks and their first number, heads, first column of v.
+#
+# It `begins` with a given state and leaves one that is wanted (`ends`); `transition`: A and not S.
+Work = namedtuple(
+    "Work", "token chunks number head key_head value_heads column begins ends transition"
+)
+
+
+@gluon.jit
+def work_of(
+    heads, value_heads, per_stretch, T, V: gl.constexpr, ROWS: gl.constexpr, GOAL: gl.constexpr
+):
+    """This program's work, its sequence, and the number of its stretch among those of all.
+
+    The end of the last segment nobody needs, nor the first one's A; back that of the first.
+    """
+    TILES: gl.constexpr = V // ROWS
+    program, chunks = gl.program_id(0), T // CHUNK
+    tile, head, program = program % TILES, program // TILES % value_heads, program // TILES
+    stretches = (chunks + per_stretch - 1) // per_stretch
+    last, count = stretches - 1, stretches
+    if GOAL == "ends":
+        count = stretches + last - 2
+    elif GOAL == "back":
+        count = last
+    sequence, place = program // value_heads // count, program // value_heads % count
+    transition = place >= stretches
+    if GOAL == "ends":
+        transition = place >= last
+        place = gl.where(transition, place - last + 1, place)
+    elif GOAL == "back":
+        place += 1
+    begins, ends = place == 0, place >= 0
+    if GOAL == "outputs":
+        begins, ends = ends, place == last
+    elif GOAL == "back":
+        begins = place == last
+    first = place * per_stretch
+    work = Work(
+        sequence * T + first * CHUNK, gl.minimum(per_stretch, chunks - first),
+        sequence * chunks + first, head, head // (value_heads // heads), value_heads,
+        head * V + tile * ROWS, begins, ends, transition,
+    )  # fmt: skip
+    return work, sequence, sequence * stretches + place
+
+
+@gluon.jit
+def load_role(
+    shared, of, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, GOAL: gl.constexpr
+):
+    """One warp: all tiles of a chunk to its slot."""
+    tiles, barriers, work = shared
+    q, k, v, scores, corrections, scalings = of
+    KEYS: gl.constexpr = 1 if GOAL == "ends" else 2
+    SIZE: gl.constexpr = CHUNK * (KEYS * (K + CHUNK) * 2 + 2 * PAIRS * 4)
+    for n in range(work.chunks):
+        i, slot = work.chunks - 1 - n if GOAL == "back" else n, n % SLOTS
+        full, token = barriers.full.index(slot), work.token + i * CHUNK
+        number = (work.number + i) * work.value_heads + work.head
+        mbarrier.wait(barriers.empty.index(slot), ((n // SLOTS) & 1) ^ 1)
+        if work.transition:
+            mbarrier.expect(full, SIZE)
+        else:
+            mbarrier.expect(full, SIZE + PARTS * CHUNK * VALUES * 2)
+            for part in gl.static_range(PARTS):
+                x = tiles.v.index(slot * PARTS + part)
+                at = [token, work.column + part * VALUES]
+                tma.async_copy_global_to_shared(v, at, full, x)
+        at, rows = [token, work.key_head * K], [number * CHUNK, 0]
+        tma.async_copy_global_to_shared(k, at, full, tiles.k.index(slot))
+        tma.async_copy_global_to_shared(corrections, rows, full, tiles.corrections.index(slot))
+        if GOAL != "ends":
+            tma.async_copy_global_to_shared(q, at, full, tiles.q.index(slot))
+            tma.async_copy_global_to_shared(scores, rows, full, tiles.scores.index(slot))
+        for pair in gl.static_range(PAIRS):
+            x = tiles.scalings.index(slot * PAIRS + pair)
+            rows = [2 * (number * PAIRS + pair), 0]
+            tma.async_copy_global_to_shared(scalings, rows, full, x)
+
+
+@gluon.jit
+def store_role(shared, o, PARTS: gl.constexpr, GOAL: gl.constexpr):
+    """One warp: o."""
+    tiles, barriers, work = shared
+    if GOAL == "outputs":
+        for n in range(work.chunks):
+            for part in gl.static_range(PARTS):
+                mbarrier.wait(barriers.written.index(part), n & 1)
+                at = [work.token + n * CHUNK, work.column + part * VALUES]
+                tma.async_copy_shared_to_global(o, at, tiles.o.index(part))
+            for part in gl.static_range(PARTS):
+                tma.store_wait(PARTS - 1 - part)
+                mbarrier.arrive(barriers.stored.index(part))
+
+
+@gluon.jit
+def row_of(scalings, which: gl.constexpr):
+    """One scaling of a chunk's rows, [64]."""
+    tiles, slot = scalings
+    pair = tiles.index(slot * PAIRS + which // 2)
+    pair = pair._reinterpret(gl.float32, [2 * CHUNK], PLAIN_1D)
+    return pair.slice(which % 2 * CHUNK, CHUNK)
+
+
+@gluon.jit
+def across(scalings, which: gl.constexpr):
+    """The same beside the values of its tokens, [1, 64]."""
+    return row_of(scalings, which).load(gl.SliceLayout(0, product(CHUNK)))[None, :]
+
+
+@gluon.jit
+def end_of(scalings, K: gl.constexpr):
+    """The decay of the whole chunk, [1, 1], from the sums up to its last row."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, product(K))
+    whole = row_of(scalings, WHOLE).slice(CHUNK - 1, 1).load(LAYOUT)
+    rest = row_of(scalings, REST).slice(CHUNK - 1, 1).load(LAYOUT)
+    return gl.exp2(whole + rest)[None, :]
+
+
+@gluon.jit
+def state_role(
+    shared, start, end, GIVEN: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
+    K: gl.constexpr, SLOTS: gl.constexpr, GOAL: gl.constexpr,
+):  # fmt: skip
+    """64 rows of S, A or D from chunk to chunk, in registers."""
+    tiles, barriers, work = shared
+    STATE: gl.constexpr = product(K)
+    o_v = PART * VALUES + gl.arange(0, VALUES, gl.SliceLayout(1, STATE))[:, None]
+    o_k = gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
+    o_s = o_v * K + o_k
+    ROWS: gl.constexpr = PARTS * VALUES * K
+    s = gl.zeros([VALUES, K], gl.float32, STATE)
+    if GIVEN:
+        s = gl.load(start + o_s, mask=o_s < gl.where(work.begins, ROWS, 0), other=0.0)
+    s = gl.where(work.transition & (o_v == o_k), 1.0, s)
+    if work.transition:
+        # A has no values, and nothing is loaded.
+        zero = gl.zeros([CHUNK, VALUES], tiles.v.dtype, product(VALUES))
+        for slot in gl.static_range(SLOTS):
+            tiles.v.index(slot * PARTS + PART).store(zero)
+        barrier()
+    for n in range(work.chunks):
+        slot = n % SLOTS
+        own = (
+            tiles.q.index(slot), tiles.k.index(slot), tiles.v.index(slot * PARTS + PART),
+            tiles.scores.index(slot), tiles.corrections.index(slot), (tiles.scalings, slot),
+        )  # fmt: skip
+        mbarrier.wait(barriers.full.index(slot), (n // SLOTS) & 1)
+        if GOAL == "back":
+            s = before_chunk(own, s, K)
+            mbarrier.arrive(barriers.empty.index(slot))
+        else:
+            s, o = after_chunk(own, s, K, GOAL == "outputs")
+            mbarrier.arrive(barriers.empty.index(slot))
+            if GOAL == "outputs":
+                mbarrier.wait(barriers.stored.index(PART), (n & 1) ^ 1)
+                tiles.o.index(PART).permute((1, 0)).store(o.to(tiles.o.dtype))
+                fence_async_shared()
+                mbarrier.arrive(barriers.written.index(PART))
+    gl.store(end + o_s, s, mask=o_s < gl.where(work.ends, ROWS, 0))
+
+
+@gluon.jit
+def negative(x):
+    """- x, of which the compiler makes no negative products."""
+    return gl.inline_asm_elementwise(
+        "neg.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def after_chunk(tiles, s, K: gl.constexpr, OUTPUT: gl.constexpr):
+    """S at the chunk's end, and o."""
+    q, k, v, scores, corrections, scalings = tiles
+    TOKENS: gl.constexpr = product(CHUNK)
+    OF_STATE: gl.constexpr = gl.DotOperandLayout(0, product(K), 2)
+    OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
+    dtype: gl.constexpr = k.dtype
+    zero = gl.zeros([VALUES, CHUNK], gl.float32, TOKENS)
+    left, o = gl.convert_layout(s.to(dtype), OF_TOKENS), zero
+    f = warpgroup_mma(left, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if OUTPUT:
+        o = warpgroup_mma(left, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        # Beside whichever products take longer.
+        s *= end_of(scalings, K)
+    v = v.permute((1, 0)).load(TOKENS).to(gl.float32)
+    beta = across(scalings, BETA)
+    erase = negative(across(scalings, ERASE_ROW))
+    f = warpgroup_mma_wait(1 if OUTPUT else 0, deps=(f,)) * erase + v
+    left = gl.convert_layout((f * beta).to(dtype), OF_TOKENS)
+    f = warpgroup_mma(left, corrections.permute((1, 0)), f, is_async=True)
+    if OUTPUT:
+        o = warpgroup_mma_wait(1, deps=(o,)) * across(scalings, READ)
+    else:
+        s *= end_of(scalings, K)
+    w = warpgroup_mma_wait(0, deps=(f,)) * beta
+    written = (w * across(scalings, WRITE)).to(dtype)
+    s = warpgroup_mma(gl.convert_layout(written, OF_STATE), k, s, is_async=True)
+    if OUTPUT:
+        left = gl.convert_layout(w.to(dtype), OF_TOKENS)
+        o = warpgroup_mma(left, scores.permute((1, 0)), o, is_async=True)
+        s, o = warpgroup_mma_wait(0, deps=(s, o))
+    else:
+        s = warpgroup_mma_wait(0, deps=(s,))
+    return s, o
+
+
+@gluon.jit
+def before_chunk(tiles, d, K: gl.constexpr):
+    """D at the chunk's start, of what it is at its end."""
+    q, k, d_o, scores, corrections, scalings = tiles
+    TOKENS: gl.constexpr = product(CHUNK)
+    OF_STATE: gl.constexpr = gl.DotOperandLayout(0, product(K), 2)
+    OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
+    dtype: gl.constexpr = k.dtype
+    y = gl.zeros([VALUES, CHUNK], gl.float32, TOKENS)
+    left = gl.convert_layout(d.to(dtype), OF_TOKENS)
+    y = warpgroup_mma(left, k.permute((1, 0)), y, use_acc=False, is_async=True)
+    d_o = d_o.permute((1, 0)).load(TOKENS)
+    read = (d_o.to(gl.float32) * across(scalings, READ)).to(dtype)
+    beta = across(scalings, BETA)
+    erase = negative(beta * across(scalings, ERASE_ROW))
+    y = warpgroup_mma_wait(0, deps=(y,)) * across(scalings, WRITE)
+    y = warpgroup_mma(gl.convert_layout(d_o, OF_TOKENS), scores, y, is_async=True)
+    d *= end_of(scalings, K)
+    y = warpgroup_mma_wait(0, deps=(y,))
+    left = gl.convert_layout((y * beta).to(dtype), OF_TOKENS)
+    y = warpgroup_mma(left, corrections, y, is_async=True)
+    d = warpgroup_mma(gl.convert_layout(read, OF_STATE), q, d, is_async=True)
+    x = warpgroup_mma_wait(1, deps=(y,)) * erase
+    d = warpgroup_mma(gl.convert_layout(x.to(dtype), OF_STATE), k, d, is_async=True)
+    return warpgroup_mma_wait(0, deps=(d,))
+
+
+@gluon.jit
+def new_tiles(
+    dtype: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
+    GOAL: gl.constexpr,
+):  # fmt: skip
+    SQUARE: gl.constexpr = square()
+    k = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
+    v = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, CHUNK, VALUES], SQUARE)
+    corrections = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], SQUARE)
+    scalings = gl.allocate_shared_memory(gl.float32, [SLOTS * PAIRS, 2, CHUNK], straight())
+    # What is not there is another thing that nobody touches.
+    q, scores, o = k, corrections, v
+    if GOAL != "ends":
+        q = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
+        scores = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], SQUARE)
+    if GOAL == "outputs":
+        o = gl.allocate_shared_memory(dtype, [PARTS, CHUNK, VALUES], SQUARE)
+    return Tiles(q, k, v, scores, corrections, scalings, o)
+
+
+@gluon.jit(do_not_specialize=["heads", "value_heads", "per_stretch", "T"])
+def segment_scan_kernel(
+    q, k, v, scores, corrections, scalings, start, o, end, heads, value_heads, per_stretch, T,
+    K: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
+    GOAL: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Descriptors up to scalings, and o. With "back" v is dO.
+
+    start [stretches, HV, V, K], or but for "outputs" [N, HV, V, K] of sequences. end is that of
+    sequences with "outputs", that of stretches "back", and with "ends" has A [K, K] after each S.
+    """
+    ROWS: gl.constexpr = PARTS * VALUES
+    work, sequence, stretch = work_of(heads, value_heads, per_stretch, T, V, ROWS, GOAL)
+    tiles = new_tiles(k.dtype, K, PARTS, SLOTS, GOAL)
+    barriers = Barriers(
+        new_barrier(SLOTS, 1), new_barrier(SLOTS, PARTS), new_barrier(PARTS, 1),
+        new_barrier(PARTS, 1),
+    )  # fmt: skip
+    if GOAL == "ends":
+        q, scores = k, corrections
+    if GOAL != "outputs":
+        o = v
+    first, last = (stretch, sequence) if GOAL == "outputs" else (sequence, stretch)
+    end += (last.to(gl.int64) * value_heads * V + work.column) * K
+    if GOAL == "ends":
+        # Each S and A after it.
+        end += (last * value_heads + work.head).to(gl.int64) * (K * K)
+        end += gl.where(work.transition, V * K, 0)
+    GIVEN: gl.constexpr = start is not None
+    if GIVEN:
+        start += (first.to(gl.int64) * value_heads * V + work.column) * K
+    else:
+        start = end
+    barrier()
+    shared = tiles, barriers, work
+    loads = q, k, v, scores, corrections, scalings
+    if PARTS == 2:
+        gl.warp_specialize(
+            [
+                (state_role, (shared, start, end, GIVEN, 0, PARTS, K, SLOTS, GOAL)),
+                (state_role, (shared, start, end, GIVEN, 1, PARTS, K, SLOTS, GOAL)),
+                (load_role, (shared, loads, K, PARTS, SLOTS, GOAL)),
+                (store_role, (shared, o, PARTS, GOAL)),
+            ],
+            [4, 1, 1],
+            [REGISTERS, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (state_role, (shared, start, end, GIVEN, 0, PARTS, K, SLOTS, GOAL)),
+                (load_role, (shared, loads, K, PARTS, SLOTS, GOAL)),
+                (store_role, (shared, o, PARTS, GOAL)),
+            ],
+            [1, 1],
+            [24, 24],
+        )
+    end_barriers(barriers)

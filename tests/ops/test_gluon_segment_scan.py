@@ -1,0 +1,164 @@
+"""The scans in Gluon, run on the CPU role by role: outputs, and what segments leave."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from promised import promised
+
+promised("triton")
+
+from deltarule.doctor import chunked
+from deltarule.ops.delta_rule import definition
+from deltarule.ops.delta_rule.gluon import segment_scan_stage
+from deltarule.ops.delta_rule.triton import plan
+from deltarule.ops.delta_rule.triton.passes import kept_shapes
+from gluon_interpreter import interpret_launches
+from ops.test_gluon_gradients import around_all, call_of, rounded
+from oracle import Case, check_fused, make_case, module_with_gradients, run_module, weights
+from tolerance import assert_close_to_yardstick, relative_rms
+
+CHUNK, SIZE = 64, 128
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch) -> None:
+    interpret_launches(monkeypatch, lambda: 0)
+
+
+class Ends(NamedTuple):
+    """By segments of a sequence [N, segments, HV, 128, 128]: of S, A and D; NaN where unwanted."""
+
+    state: Tensor
+    transition: Tensor
+    gradient: Tensor | None
+
+
+def case_of(decay: str = "head", **options: object) -> Case:
+    sizes = {"heads": 1, "value_heads": 2, "key_size": SIZE, "value_size": SIZE, "beta_max": 1.0}
+    return make_case(decay, "tied", **(sizes | options), dtype=torch.bfloat16)
+
+
+def found(case: Case, given: tuple[Tensor, Tensor], size: int, bounded: bool = True) -> Ends:
+    """By the kernel, of segments of so many chunks."""
+    low = "states", "errors", "scores", "corrections"
+    call = call_of(case)
+    call.values |= rounded(case, given, call, *low) | {"d_o": given[0].bfloat16()}
+    shape, dtype = kept_shapes(call, True)["ends"]
+    ends = torch.full(shape, torch.nan, dtype=dtype)
+    first, last = (case.tensors["initial_state"], given[1].float()) if bounded else (None, None)
+    assert segment_scan_stage.can(call.inputs, "ends")
+    segment_scan_stage.run(call, "ends", first, ends)
+    d_ends = None
+    if segment_scan_stage.can(call.inputs, "back"):
+        d_ends = torch.full((shape[0], *call.inputs.state_shape[1:]), torch.nan)
+        segment_scan_stage.run(call, "back", last, d_ends)
+        d_ends = d_ends.unflatten(0, (len(given[1]), -1))
+    ends = ends.unflatten(0, (len(given[1]), -1))
+    return Ends(ends[..., :SIZE, :], ends[..., SIZE:, :], d_ends)
+
+
+def check(case: Case, size: int, monkeypatch: pytest.MonkeyPatch, bounded: bool = True) -> None:
+    """Hold all that is wanted to the definition, segment by segment."""
+    monkeypatch.setattr(plan, "chunks_per_segment", lambda *shapes: size)
+    given = weights(case)
+    given = given[0].bfloat16(), given[1]
+    out, tokens = found(case, given, size, bounded), case.tensors["q"].shape[1]
+    starts = [*range(0, tokens, size * CHUNK)]
+    for place, start in enumerate(starts):
+        part = slice(start, start + size * CHUNK)
+        zero = torch.zeros_like(case.tensors["initial_state"])
+        own = {n: x[:, part] for n, x in case.tensors.items() if x is not None and x.ndim != 4}
+        own |= {n: case.tensors[n][:, part] for n in "qkv"}
+        first, last = place == 0, place == len(starts) - 1
+        start_state = case.tensors["initial_state"] if first and bounded else zero
+        own = case.changed(**own, initial_state=start_state)
+        d_final = given[1] if last and bounded else torch.zeros_like(given[1])
+        identity = torch.eye(SIZE).expand(zero.shape).contiguous()
+        alone = own.changed(v=torch.zeros_like(own.tensors["v"]), initial_state=identity)
+        if not last:
+            compare(out.state[:, place], own, name="S")
+            if not first:
+                compare(out.transition[:, place], alone, name="A")
+        if not first and out.gradient is not None:
+            compare(out.gradient[:, place], own, (given[0][:, part], d_final), name="D")
+
+
+def compare(
+    x: Tensor, case: Case, given: tuple[Tensor, Tensor] | None = None, *, name: str
+) -> None:
+    """A final state, or the gradient by the first."""
+    options = {"chunk_size": CHUNK, "matmul_dtype": torch.bfloat16}
+    kinds = (definition, torch.float64, {}), (chunked, torch.float32, options)
+    if given is None:
+        truth, own = (run_module(m, case.to(of), **o).final_state for m, of, o in kinds)
+    else:
+        truth, own = (
+            module_with_gradients(m, case.to(of), *given, **o)[1]["initial_state"]
+            for m, of, o in kinds
+        )
+    bars = {"dtype": torch.bfloat16, "gradient": given is not None, "name": name}
+    assert_close_to_yardstick(x, truth, own, **bars)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_ends_are_those_of_the_definition(normalize, monkeypatch) -> None:
+    check(case_of(tokens=5 * CHUNK, normalize_qk=normalize), 2, monkeypatch)
+
+
+def test_so_they_are_of_many_short_segments_without_given_states(monkeypatch) -> None:
+    check(case_of(batch=1, tokens=6 * CHUNK), 1, monkeypatch, bounded=False)
+
+
+def test_so_they_are_of_two_segments_of_more_chunks_than_slots(monkeypatch) -> None:
+    check(case_of(batch=1, tokens=11 * CHUNK, value_heads=1), 6, monkeypatch)
+
+
+def test_so_they_are_where_there_are_resets(monkeypatch) -> None:
+    case = case_of(batch=1, tokens=6 * CHUNK)
+    decay = case.tensors["log_decay"] * 0.05
+    # The scores' kernel leaves sums of numbers.
+    decay[:, 130], decay[:, 150, 1], decay[:, 256] = -200.0, -1e4, -200.0
+    check(case.changed(log_decay=decay), 2, monkeypatch)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("size", [0, 2])
+def test_outputs_are_those_of_the_definition(size, narrow, monkeypatch) -> None:
+    monkeypatch.setattr(plan, "chunks_per_segment", lambda *shapes: size)
+    case = case_of(tokens=5 * CHUNK, normalize_qk=size == 0)
+    given = weights(case)
+    call = call_of(case)
+    call = plan.Call(call.inputs, call.plan, call.given)
+    key = call.plan.tile_key._replace(narrow=narrow)
+    call.plan = plan.Plan(key, call.plan.chunks, call.plan.sizes, size)
+    own = rounded(case, given, call, "states", "scores", "corrections")
+    call.values |= {name: own[name] for name in ("scores", "corrections", "scalings")}
+    starts = case.tensors["initial_state"]
+    if size:
+        each = around_all(case, given, call.plan.chunks)["states"].unflatten(0, (len(starts), -1))
+        starts = each[:, ::size].flatten(0, 1).float().contiguous()
+    o = torch.full(call.inputs.output_shape, torch.nan, dtype=torch.bfloat16)
+    final = torch.full(call.inputs.state_shape, torch.nan)
+    assert segment_scan_stage.can(call.inputs, "outputs")
+    segment_scan_stage.run(call, "outputs", starts, final, o)
+    check_fused((o, final), case)
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+def test_scores_are_those_of_the_definition(programs, monkeypatch) -> None:
+    monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: programs)
+    case = case_of(tokens=5 * CHUNK)
+    call = call_of(case)
+    names = "scores", "corrections", "scalings", "chunk_decay"
+    shapes = kept_shapes(call, True)
+    for name in names:
+        shape, dtype = shapes[name]
+        call.values[name] = torch.full(shape, torch.nan, dtype=dtype)
+    segment_scan_stage.scores(call)
+    expected = around_all(case, weights(case), call.plan.chunks)
+    for name in names:
+        bar = 1e-5 if call[name].dtype == torch.float32 else 8e-3
+        assert relative_rms(call[name], expected[name]) < bar, name
