@@ -16,8 +16,10 @@ from promised import promised
 promised("triton")
 
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
 import deltarule
+from deltarule.ops.delta_rule.triton.tiles import row_names
 
 FOLDER = Path(deltarule.__file__).parent
 KERNELS = [file for file in sorted(FOLDER.rglob("*.py")) if "jit" in file.read_text()]
@@ -50,3 +52,18 @@ def test_kernels_read_constants_by_their_own_names(file: Path) -> None:
     path = ".".join(file.relative_to(FOLDER.parent).with_suffix("").parts)
     names = vars(importlib.import_module(path.removesuffix(".__init__")))
     assert read_through_modules(file.read_text(), names) == []
+
+
+FACTOR = row_names("READ WRITE")
+
+
+def kernel(x):
+    tl.store(x, FACTOR.WRITE)
+
+
+def test_a_kernel_is_kept_by_the_names_of_its_rows(monkeypatch) -> None:
+    assert FACTOR.WRITE == 1
+    key = JITFunction(kernel).cache_key
+    assert JITFunction(kernel).cache_key == key
+    monkeypatch.setitem(globals(), "FACTOR", row_names("WRITE READ"))
+    assert JITFunction(kernel).cache_key != key

@@ -17,7 +17,7 @@ from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.gluon.channel_memory import RANGE
 from deltarule.ops.delta_rule.triton.passes import keep, kept_shapes
 from deltarule.ops.delta_rule.triton.plan import Call, new_plan
-from deltarule.ops.delta_rule.triton.tiles import BETA
+from deltarule.ops.delta_rule.triton.tiles import SCALING
 from gluon_interpreter import Machine, Memory, interpret_launches
 from kernels.interpreted import inputs_of
 from oracle import Case, check_fused, make_case, run_module
@@ -172,7 +172,7 @@ def from_saved(call: Call, case: Case, states: bool) -> tuple[Tensor, Tensor]:
             w = torch.zeros_like(x["write"])
             w[:, : there.stop - at] = v[row, there].transpose(0, 1)
             if "erase" in x:
-                beta = x["scalings"][:, BETA.value, :, None]
+                beta = x["scalings"][:, SCALING.BETA, :, None]
                 w -= x["erase"] @ before.mT
                 w = beta * (x["errors"] if states else w + x["corrections"] @ (beta * w))
             outputs = x["decayed_q"] @ before.mT + x["scores"] @ w
@@ -222,7 +222,8 @@ def test_whatever_the_order_of_events_the_same_is_saved(erase) -> None:
         found = saved_of(case, seed)
         for name in first.saved:
             x, y = (
-                x[name][:, :, BETA.value] if name == "scalings" else x[name] for x in (found, first)
+                x[name][:, :, SCALING.BETA] if name == "scalings" else x[name]
+                for x in (found, first)
             )
             assert torch.equal(x, y), name
 

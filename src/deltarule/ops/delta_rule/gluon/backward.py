@@ -29,18 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deltarule.ops.delta_rule.gluon.gradient_memory import (
-    BARE_WRITES,
-    BETAS,
-    ERASES,
+    FACTOR,
     FACTORS,
-    KEY_NORM,
-    OF_HELD,
-    OF_KEYS,
-    OF_QUERIES,
-    OF_WRITES,
-    QUERY_NORM,
-    READS,
-    WRITES,
     Pair,
     Tiles,
     halves,
@@ -61,6 +51,7 @@ from deltarule.ops.delta_rule.gluon.gradients import (
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form, packed_bounds, there_of_state
 from deltarule.ops.delta_rule.gluon.movers import load, store
+from deltarule.ops.delta_rule.triton.tiles import SUM
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
 
 # What is there, and what may be overwritten.
@@ -274,13 +265,13 @@ def scan_back(shared, chunk_decay, at, n, d, K: gl.constexpr, V: gl.constexpr, F
         p = warpgroup_mma(tiles.q, keys, p, use_acc=False, is_async=True)
     mbarrier.wait(barriers.full_o.index(0), n & 1)
     d_o = tiles.d_o.permute((1, 0)).load(TOKENS)
-    reads = tiles.factors.index(row + READS).load(TOKEN)[None, :]
+    reads = tiles.factors.index(row + FACTOR.READS).load(TOKEN)[None, :]
     read = (d_o.to(gl.float32) * reads).to(dtype)
     if FORM.SCORES:
         y = warpgroup_mma_wait(0, deps=(y,))
         right = d_o
         if FORM.DECAY or FORM.UNIT:
-            y *= tiles.factors.index(row + BARE_WRITES).load(TOKEN)[None, :]
+            y *= tiles.factors.index(row + FACTOR.BARE_WRITES).load(TOKEN)[None, :]
     else:
         y, p = warpgroup_mma_wait(0, deps=(y, p))
         leave_scores(tiles, p)
@@ -288,9 +279,9 @@ def scan_back(shared, chunk_decay, at, n, d, K: gl.constexpr, V: gl.constexpr, F
     y = warpgroup_mma(gl.convert_layout(right, OF_TOKENS), tiles.read_pairs, y, is_async=True)
     y = warpgroup_mma_wait(0, deps=(y,))
     if FORM.UNIT and not FORM.SCORES:
-        y *= tiles.factors.index(row + BARE_WRITES).load(TOKEN)[None, :]
+        y *= tiles.factors.index(row + FACTOR.BARE_WRITES).load(TOKEN)[None, :]
     if FORM.TIED:
-        beta = tiles.factors.index(row + BETAS).load(TOKEN)[None, :]
+        beta = tiles.factors.index(row + FACTOR.BETAS).load(TOKEN)[None, :]
         left = gl.convert_layout((y * beta).to(dtype), OF_TOKENS)
         y = warpgroup_mma(left, tiles.erase_pairs, y, is_async=True)
         y = warpgroup_mma_wait(0, deps=(y,))
@@ -300,7 +291,7 @@ def scan_back(shared, chunk_decay, at, n, d, K: gl.constexpr, V: gl.constexpr, F
         d *= end
     d = warpgroup_mma(gl.convert_layout(read, OF_STATE), tiles.q, d, is_async=True)
     if FORM.TIED:
-        erases = tiles.factors.index(row + ERASES).load(TOKEN)[None, :]
+        erases = tiles.factors.index(row + FACTOR.ERASES).load(TOKEN)[None, :]
         left = gl.convert_layout((y * erases).to(dtype), OF_STATE)
         d = warpgroup_mma(left, tiles.k, d, is_async=True)
     fence_async_shared()
@@ -351,12 +342,12 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
     fence_async_shared()
     if FORM.TIED:
         read, erased = warpgroup_mma_wait(0, deps=(read, erased))
-        erased *= row_factor(tiles, row + ERASES, ACROSS)
+        erased *= row_factor(tiles, row + FACTOR.ERASES, ACROSS)
     else:
         read = warpgroup_mma_wait(0, deps=(read,))
     # Barriers of the role, too: GP and GM are there for all warps.
     mbarrier.arrive(barriers.empty_o.index(0))
-    read *= row_factor(tiles, row + READS, ACROSS)
+    read *= row_factor(tiles, row + FACTOR.READS, ACROSS)
     read = warpgroup_mma(tiles.read_pairs, tiles.k, read, is_async=True)
     if FORM.TIED:
         erased = warpgroup_mma(tiles.erase_pairs, tiles.k, erased, is_async=True)
@@ -379,7 +370,7 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
         read, written = warpgroup_mma_wait(0, deps=(read, written))
     mbarrier.arrive(barriers.empty_e.index(0))
     mbarrier.arrive(barriers.empty_s.index(0))
-    written *= row_factor(tiles, row + WRITES, ACROSS)
+    written *= row_factor(tiles, row + FACTOR.WRITES, ACROSS)
     d_k = written
     if FORM.TIED:
         d_k = written + erased
@@ -393,8 +384,8 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
     q_norm = gl.zeros([CHUNK, 1], gl.float32, ACROSS)
     k_norm = q_norm
     if FORM.UNIT:
-        q_norm = row_factor(tiles, row + QUERY_NORM, ACROSS)
-        k_norm = row_factor(tiles, row + KEY_NORM, ACROSS)
+        q_norm = row_factor(tiles, row + FACTOR.QUERY_NORM, ACROSS)
+        k_norm = row_factor(tiles, row + FACTOR.KEY_NORM, ACROSS)
     leave_keys(tiles, barriers, read, d_k, q_norm, k_norm, FORM.UNIT)
     return d
 
@@ -410,17 +401,17 @@ def inner_with_sums(tiles, barriers, of, phase, K: gl.constexpr, FORM: gl.conste
     if FORM.TIED:
         inner = warpgroup_mma(tiles.erase_pairs.permute((1, 0)), tiles.k, inner, is_async=True)
     mbarrier.wait(barriers.took_sums.index(0), phase ^ 1)
-    tiles.sums.index(OF_HELD).store(diagonal_halves(held))
+    tiles.sums.index(SUM.HELD).store(diagonal_halves(held))
     q = tiles.q.load(ACROSS).to(gl.float32)
-    tiles.sums.index(OF_QUERIES).store(sums_of_halves(q * read, K))
+    tiles.sums.index(SUM.QUERIES).store(sums_of_halves(q * read, K))
     k = tiles.k.load(ACROSS).to(gl.float32)
-    tiles.sums.index(OF_WRITES).store(sums_of_halves(k * written, K))
+    tiles.sums.index(SUM.WRITES).store(sums_of_halves(k * written, K))
     inner = warpgroup_mma_wait(0, deps=(inner,))
     if FORM.TIED:
         later = erased - inner
     else:
         later = 0.0 - inner
-    tiles.sums.index(OF_KEYS).store(sums_of_halves(k * later, K))
+    tiles.sums.index(SUM.KEYS).store(sums_of_halves(k * later, K))
     mbarrier.arrive(barriers.has_sums.index(0))
     return inner
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from deltarule.ops.delta_rule.gluon.channel_memory import RANGE
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN_1D
-from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATES, WRITE
+from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATE, GATES
 
 # [16 tokens, K]: eight lanes add up the channels of a token.
 TOKENS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
@@ -75,7 +75,7 @@ def with_block(tiles, slot, decays, c_i, q_i, k_i, FIRST: gl.constexpr, FORM: gl
     k *= gl.exp2(gl.minimum(c_i - c, 0.0))
     p, m = gl.sum(k * q_i[None, :], 1), gl.sum(k * k_i[None, :], 1)
     if FORM.NORMS:
-        gate = tiles.gates.index(slot * GATES + WRITE)
+        gate = tiles.gates.index(slot * GATES + GATE.WRITE)
         key = gate.slice(FIRST, BLOCK).load(gl.SliceLayout(1, TOKENS))
         p *= key
         m *= key

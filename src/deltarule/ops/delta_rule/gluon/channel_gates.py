@@ -19,17 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from deltarule.ops.delta_rule.gluon.channel_memory import SUM_ROLES, UNSHIFT, decays_of
 from deltarule.ops.delta_rule.gluon.gates import LOG2_E, RESET, load_gate
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, four, joined
-from deltarule.ops.delta_rule.gluon.memory import (
-    BETA,
-    CHUNK,
-    ERASE,
-    FACTOR,
-    GATES,
-    READ,
-    WRITE,
-)
-from deltarule.ops.delta_rule.triton.tiles import BETA as SCALING_BETA
-from deltarule.ops.delta_rule.triton.tiles import SCALINGS
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, GATE, GATES
+from deltarule.ops.delta_rule.triton.tiles import SCALING, SCALINGS
 
 # Rows that are added up together: a warp has few registers, and what does not fit in them comes
 # back from the L2 cache.
@@ -100,17 +91,17 @@ def leave_gates(shared, of, s_beta, s_norm, left, i, slot, phase, FORM: gl.const
         key = load_gate(k_norm + o_t.to(gl.int64) * s_norm, o_t, left)
     mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
     if FORM.TIED:
-        tiles.gates.index(gate + BETA).store(b_beta)
+        tiles.gates.index(gate + GATE.BETA).store(b_beta)
         if FORM.SAVE:
-            tiles.gates.index(gate + FACTOR).store(b_beta * 0.0 - 1.0)
-            own = (place.slot + i * place.value_heads).to(gl.int64) * SCALINGS + SCALING_BETA
+            tiles.gates.index(gate + GATE.FACTOR).store(b_beta * 0.0 - 1.0)
+            own = (place.slot + i * place.value_heads).to(gl.int64) * SCALINGS + SCALING.BETA
             gl.store(saved.scalings + own * CHUNK + o_t, b_beta)
         else:
-            tiles.gates.index(gate + ERASE).store(b_beta * UNSHIFT)
-            tiles.gates.index(gate + FACTOR).store(-b_beta)
+            tiles.gates.index(gate + GATE.ERASE).store(b_beta * UNSHIFT)
+            tiles.gates.index(gate + GATE.FACTOR).store(-b_beta)
     if FORM.NORMS:
-        tiles.gates.index(gate + READ).store(read)
-        tiles.gates.index(gate + WRITE).store(key)
+        tiles.gates.index(gate + GATE.READ).store(read)
+        tiles.gates.index(gate + GATE.WRITE).store(key)
     mbarrier.arrive(barriers.full.index(slot))
 
 

@@ -40,10 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from deltarule.ops.delta_rule.gluon.channel_memory import SHIFT, UNSHIFT
 from deltarule.ops.delta_rule.gluon.gates import LOG2_E, add
 from deltarule.ops.delta_rule.gluon.gradient_memory import (
-    ERASES,
+    FACTOR,
     FACTORS,
-    READS,
-    WRITES,
     Work,
     halves,
     pair_of,
@@ -329,15 +327,15 @@ def around(shared, d_beta, at, n, K: gl.constexpr, V: gl.constexpr, FORM: gl.con
         written, read, erased, lower, upper = warpgroup_mma_wait(
             0, deps=(written, read, erased, lower, upper)
         )
-        erased *= row_factor(tiles, row + ERASES, ACROSS) * UNSHIFT
+        erased *= row_factor(tiles, row + FACTOR.ERASES, ACROSS) * UNSHIFT
     else:
         written, read, lower, upper = warpgroup_mma_wait(0, deps=(written, read, lower, upper))
         erased = read
     mbarrier.arrive(barriers.empty_o.index(0))
     tiles.held.slice(0, CHUNK).store(diagonal_halves(lower))
     tiles.held.slice(CHUNK, CHUNK).store(diagonal_halves(upper))
-    written *= row_factor(tiles, row + WRITES, ACROSS)
-    read *= row_factor(tiles, row + READS, ACROSS) * UNSHIFT
+    written *= row_factor(tiles, row + FACTOR.WRITES, ACROSS)
+    read *= row_factor(tiles, row + FACTOR.READS, ACROSS) * UNSHIFT
     mbarrier.arrive(barriers.empty.index(n % 2))
     return read, erased, written
 

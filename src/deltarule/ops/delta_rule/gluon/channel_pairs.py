@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from deltarule.ops.delta_rule.gluon.channel_memory import SHIFT, UNSHIFT, of_chunk
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, GATES, READ, WRITE, product
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, GATE, GATES, product
 from deltarule.ops.runtime.gluon_tiles import barrier
 
 # [8 or 16 tokens, K]: of 16 bits eight lanes have a row of 128 bytes, as it is swizzled.
@@ -46,8 +46,8 @@ def leave_copies(
     c = decays.slice(FIRST, ROWS).load(COPIES)
     b_q, b_k = q.load(COPIES).to(gl.float32), k.load(COPIES).to(gl.float32)
     if FORM.NORMS:
-        b_q *= tiles.gates.index(gate + READ).slice(FIRST, ROWS).load(TOKEN)[:, None]
-        b_k *= tiles.gates.index(gate + WRITE).slice(FIRST, ROWS).load(TOKEN)[:, None]
+        b_q *= tiles.gates.index(gate + GATE.READ).slice(FIRST, ROWS).load(TOKEN)[:, None]
+        b_k *= tiles.gates.index(gate + GATE.WRITE).slice(FIRST, ROWS).load(TOKEN)[:, None]
     up = gl.exp2(c + SHIFT)
     q.store((b_q * up).to(dtype))
     if FORM.TIED:

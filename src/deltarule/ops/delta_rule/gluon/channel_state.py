@@ -21,14 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltarule.ops.delta_rule.gluon.channel_memory import UNSHIFT, decays_of, of_chunk
 from deltarule.ops.delta_rule.gluon.channel_pairs import leave_copies, leave_scores
-from deltarule.ops.delta_rule.gluon.memory import (
-    BETA,
-    CHUNK,
-    ERASE,
-    GATES,
-    VALUES,
-    product,
-)
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, GATE, GATES, VALUES, product
 from deltarule.ops.runtime.gluon_tiles import barrier
 
 # [64, K] of S with eight channels a lane: the numbers of a product, moved between four lanes.
@@ -101,7 +94,7 @@ def channel_state_role(
             x = warpgroup_mma_wait(0, deps=(x,))
             if FORM.SAVE:
                 errors = x.to(dtype)
-                x *= tiles.gates.index(gate + BETA).load(TOKEN)[None, :]
+                x *= tiles.gates.index(gate + GATE.BETA).load(TOKEN)[None, :]
             low = x.to(dtype)
         else:
             s = s * tiles.ends.index(slot).load(gl.SliceLayout(0, STATE))[None, :]
@@ -137,12 +130,12 @@ def channel_state_role(
 def corrected(tiles, gate, v, erased, f, FORM: gl.constexpr):
     """W; with SAVE also F, which E begins with."""
     TOKEN: gl.constexpr = gl.SliceLayout(0, product(CHUNK))
-    beta = tiles.gates.index(gate + BETA).load(TOKEN)[None, :]
+    beta = tiles.gates.index(gate + GATE.BETA).load(TOKEN)[None, :]
     if FORM.SAVE:
         f = v.to(gl.float32) - erased * UNSHIFT
         w = f * beta
     else:
-        erase = tiles.gates.index(gate + ERASE).load(TOKEN)[None, :]
+        erase = tiles.gates.index(gate + GATE.ERASE).load(TOKEN)[None, :]
         w = v.to(gl.float32) * beta - erased * erase
     return w, f
 

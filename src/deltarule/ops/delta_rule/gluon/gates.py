@@ -25,28 +25,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from deltarule.ops.delta_rule.gluon.memory import (
-    BETA,
-    BLOCK,
-    BLOCKS,
-    CHUNK,
-    COLUMN_SUM,
-    END,
-    ERASE,
-    FACTOR,
-    GATES,
-    KEY_SUM,
-    QUERY_SUM,
-    READ,
-    WRITE,
-)
-from deltarule.ops.delta_rule.triton.tiles import BETA as SCALING_BETA
-from deltarule.ops.delta_rule.triton.tiles import ERASE_ROW as SCALING_ERASE_ROW
-from deltarule.ops.delta_rule.triton.tiles import READ as SCALING_READ
-from deltarule.ops.delta_rule.triton.tiles import REST as SCALING_REST
-from deltarule.ops.delta_rule.triton.tiles import SCALINGS
-from deltarule.ops.delta_rule.triton.tiles import WHOLE as SCALING_WHOLE
-from deltarule.ops.delta_rule.triton.tiles import WRITE as SCALING_WRITE
+from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATE, GATES
+from deltarule.ops.delta_rule.triton.tiles import SCALING, SCALINGS
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 RESET = gl.constexpr(-127.0)
@@ -143,23 +123,23 @@ def gate_role(
             if UNIT:
                 log_key = fast_log2(key)
                 b_key, b_column = b + log_key, b - log_key
-            tiles.gates.index(gate + KEY_SUM).store(b_key)
-            tiles.gates.index(gate + COLUMN_SUM).store(b_column)
-            tiles.gates.index(gate + END).store(gl.exp2(zero + b_end))
+            tiles.gates.index(gate + GATE.KEY_SUM).store(b_key)
+            tiles.gates.index(gate + GATE.COLUMN_SUM).store(b_column)
+            tiles.gates.index(gate + GATE.END).store(gl.exp2(zero + b_end))
         if TIED:
             before, factor = tiles.before.index(slot), key
             if DECAY:
                 factor = leave_decays_before(before, tiles.sums, b_key, b_column, LAYOUT)
             else:
                 leave_keys_before(before, key, LAYOUT)
-            tiles.gates.index(gate + FACTOR).store(-factor if SAVE else -b_beta * factor)
+            tiles.gates.index(gate + GATE.FACTOR).store(-factor if SAVE else -b_beta * factor)
         if DECAY:
             write, erase = gl.exp2(b_end - b) * key, gl.exp2(b) * key
         if TIED:
-            tiles.gates.index(gate + BETA).store(b_beta)
-            tiles.gates.index(gate + ERASE).store(erase if SAVE else b_beta * erase)
+            tiles.gates.index(gate + GATE.BETA).store(b_beta)
+            tiles.gates.index(gate + GATE.ERASE).store(erase if SAVE else b_beta * erase)
         if DECAY or UNIT:
-            tiles.gates.index(gate + WRITE).store(write)
+            tiles.gates.index(gate + GATE.WRITE).store(write)
             read = zero + scale
             if UNIT:
                 read *= b_q
@@ -167,22 +147,22 @@ def gate_role(
                 b_query = b + log_scale
                 if UNIT:
                     b_query += fast_log2(b_q)
-                store_reads(tiles.gates.index(gate + QUERY_SUM), b_query, STEPS)
+                store_reads(tiles.gates.index(gate + GATE.QUERY_SUM), b_query, STEPS)
                 read *= gl.exp2(b)
-            store_reads(tiles.gates.index(gate + READ), read, STEPS)
+            store_reads(tiles.gates.index(gate + GATE.READ), read, STEPS)
         if SAVE:
             own = ((place.slot + i * place.value_heads) // FORM.PER_GATE).to(gl.int64)
             if DECAY or TIED or UNIT:
                 scaling = saved.scalings + own * (SCALINGS * CHUNK) + o_t
             if DECAY or UNIT:
-                gl.store(scaling + SCALING_READ * CHUNK, read)
-                gl.store(scaling + SCALING_ERASE_ROW * CHUNK, erase)
-                gl.store(scaling + SCALING_WRITE * CHUNK, write)
+                gl.store(scaling + SCALING.READ * CHUNK, read)
+                gl.store(scaling + SCALING.ERASE * CHUNK, erase)
+                gl.store(scaling + SCALING.WRITE * CHUNK, write)
             if TIED:
-                gl.store(scaling + SCALING_BETA * CHUNK, b_beta)
+                gl.store(scaling + SCALING.BETA * CHUNK, b_beta)
             if DECAY:
-                gl.store(scaling + SCALING_WHOLE * CHUNK, b)
-                gl.store(scaling + SCALING_REST * CHUNK, zero)
+                gl.store(scaling + SCALING.WHOLE * CHUNK, b)
+                gl.store(scaling + SCALING.REST * CHUNK, zero)
                 gl.store(saved.chunk_decay + own + gl.arange(0, 1, LAYOUT), gl.exp2(b_end))
         mbarrier.arrive(barriers.full.index(slot))
         left -= CHUNK

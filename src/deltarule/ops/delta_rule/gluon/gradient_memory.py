@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds
 from deltarule.ops.delta_rule.gluon.movers import framed, load, place_of_rows, store
+from deltarule.ops.delta_rule.triton.tiles import row_names
 from deltarule.ops.runtime.gluon_tiles import square
 
 # Rows of what roles leave each other in shared memory.
@@ -18,12 +19,10 @@ from deltarule.ops.runtime.gluon_tiles import square
 # Factors: of what is read, erased and written; of q and of k in pairs; beta; the sums of decays;
 # 1 / |q|^2 and 1 / |k|^2; of packed sequences, as int32, where their dbeta lies, -1 after the end:
 # looking it up takes as many loads as the search has steps; and what is written, without beta.
-READS, ERASES, WRITES, QUERY, KEY = map(gl.constexpr, range(5))
-BETAS, WHOLES, RESTS, QUERY_NORM, KEY_NORM, PLACES, BARE_WRITES = map(gl.constexpr, range(5, 12))
+FACTOR = row_names(
+    "READS ERASES WRITES QUERY KEY BETAS WHOLES RESTS QUERY_NORM KEY_NORM PLACES BARE_WRITES"
+)
 FACTORS = gl.constexpr(12)
-# Sums of rows for dlog_decay, as triton/gradients.py names them.
-OF_QUERIES, OF_KEYS, OF_WRITES, OF_HELD = map(gl.constexpr, range(4))
-
 # Tiles in shared memory; dO, E, X and the factors of value head n lie in slot n % 2.
 Tiles = namedtuple(
     "Tiles",
@@ -161,7 +160,11 @@ def places_of_rows(tiles, row, at, work, there, LAYOUT: gl.constexpr, FORM: gl.c
     """Where the gates of 64 tokens lie, as a column; and `there`, of those that are there."""
     o_r = gl.arange(0, CHUNK, LAYOUT)[:, None]
     if FORM.ENDS == "packed":
-        place = tiles.factors.index(row + PLACES).load(LAYOUT).to(gl.int32, bitcast=True)[:, None]
+        place = (
+            tiles.factors.index(row + FACTOR.PLACES)
+            .load(LAYOUT)
+            .to(gl.int32, bitcast=True)[:, None]
+        )
         there = there & (place >= 0)
     else:
         place = place_of_gates(at, work, o_r, FORM)

@@ -23,23 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltarule.ops.delta_rule.gluon.gates import add
 from deltarule.ops.delta_rule.gluon.gradient_memory import (
-    BARE_WRITES,
-    BETAS,
-    ERASES,
+    FACTOR,
     FACTORS,
-    KEY,
-    KEY_NORM,
-    OF_HELD,
-    OF_KEYS,
-    OF_QUERIES,
-    OF_WRITES,
-    PLACES,
-    QUERY,
-    QUERY_NORM,
-    READS,
-    RESTS,
-    WHOLES,
-    WRITES,
     Barriers,
     Work,
     halves,
@@ -54,14 +39,7 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form
 from deltarule.ops.delta_rule.gluon.products import finish, gradient_places, start, tell, value
 from deltarule.ops.delta_rule.gluon.score import NOTHING
-from deltarule.ops.delta_rule.triton.tiles import BETA as SCALING_BETA
-from deltarule.ops.delta_rule.triton.tiles import ERASE_ROW as SCALING_ERASE_ROW
-from deltarule.ops.delta_rule.triton.tiles import READ as SCALING_READ
-from deltarule.ops.delta_rule.triton.tiles import RESET as SCALING_RESET
-from deltarule.ops.delta_rule.triton.tiles import REST as SCALING_REST
-from deltarule.ops.delta_rule.triton.tiles import SCALINGS
-from deltarule.ops.delta_rule.triton.tiles import WHOLE as SCALING_WHOLE
-from deltarule.ops.delta_rule.triton.tiles import WRITE as SCALING_WRITE
+from deltarule.ops.delta_rule.triton.tiles import RESET, SCALING, SCALINGS, SUM
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier
 
 # A sum of decays after the end of a sequence.
@@ -91,7 +69,7 @@ def leave_factors(shared, scalings, norms, scale, at, n, FORM: gl.constexpr):
         scaling = scalings + own * (SCALINGS * CHUNK) + o_t
     beta, query, key = one, one * scale, one
     if FORM.TIED:
-        beta = load_factor(scaling + SCALING_BETA * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
+        beta = load_factor(scaling + SCALING.BETA * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
     if FORM.UNIT:
         heads, head = work.heads // FORM.HALVES, at.head // FORM.HALVES
         norm = norms + ((at.token + o_t) * heads + head) * 2
@@ -100,31 +78,31 @@ def leave_factors(shared, scalings, norms, scale, at, n, FORM: gl.constexpr):
         query *= query_norm
     reads, erases, writes = query, key, key
     if FORM.DECAY:
-        reads = load_factor(scaling + SCALING_READ * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
-        erases = load_factor(scaling + SCALING_ERASE_ROW * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
-        writes = load_factor(scaling + SCALING_WRITE * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
+        reads = load_factor(scaling + SCALING.READ * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
+        erases = load_factor(scaling + SCALING.ERASE * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
+        writes = load_factor(scaling + SCALING.WRITE * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
         # After the end nothing is left of any token before, and no power is infinite.
-        whole = load_factor(scaling + SCALING_WHOLE * CHUNK, o_t, at.left, LONG_AFTER, FORM.ENDS)
-        rest = load_factor(scaling + SCALING_REST * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
+        whole = load_factor(scaling + SCALING.WHOLE * CHUNK, o_t, at.left, LONG_AFTER, FORM.ENDS)
+        rest = load_factor(scaling + SCALING.REST * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
     mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
     row = slot * FACTORS
-    tiles.factors.index(row + READS).store(reads)
-    tiles.factors.index(row + ERASES).store(-erases * beta)
-    tiles.factors.index(row + WRITES).store(writes * beta)
-    tiles.factors.index(row + QUERY).store(query)
-    tiles.factors.index(row + KEY).store(key * beta)
-    tiles.factors.index(row + BETAS).store(beta)
-    tiles.factors.index(row + BARE_WRITES).store(writes)
+    tiles.factors.index(row + FACTOR.READS).store(reads)
+    tiles.factors.index(row + FACTOR.ERASES).store(-erases * beta)
+    tiles.factors.index(row + FACTOR.WRITES).store(writes * beta)
+    tiles.factors.index(row + FACTOR.QUERY).store(query)
+    tiles.factors.index(row + FACTOR.KEY).store(key * beta)
+    tiles.factors.index(row + FACTOR.BETAS).store(beta)
+    tiles.factors.index(row + FACTOR.BARE_WRITES).store(writes)
     if FORM.UNIT:
-        tiles.factors.index(row + QUERY_NORM).store(query_norm * query_norm)
-        tiles.factors.index(row + KEY_NORM).store(key * key)
+        tiles.factors.index(row + FACTOR.QUERY_NORM).store(query_norm * query_norm)
+        tiles.factors.index(row + FACTOR.KEY_NORM).store(key * key)
     if FORM.DECAY:
-        tiles.factors.index(row + WHOLES).store(whole)
-        tiles.factors.index(row + RESTS).store(rest)
+        tiles.factors.index(row + FACTOR.WHOLES).store(whole)
+        tiles.factors.index(row + FACTOR.RESTS).store(rest)
     if FORM.ENDS == "packed":
         place = place_of_gates(at, work, o_t, FORM)
         place = gl.where(o_t < at.left, place, -1)
-        tiles.factors.index(row + PLACES).store(place.to(gl.float32, bitcast=True))
+        tiles.factors.index(row + FACTOR.PLACES).store(place.to(gl.float32, bitcast=True))
     mbarrier.arrive(barriers.full.index(slot))
 
 
@@ -162,15 +140,15 @@ def leave_decay_gradients(shared, of, at, n, FORM: gl.constexpr):
     g = load_factor(log_decay + row + (at.token % T + o_t) * s_token, o_t, at.left, 0.0, FORM.ENDS)
     whole = gl.load(chunk_decay + at.slot // FORM.PER_GATE)
     mbarrier.wait(barriers.has_sums.index(0), n & 1)
-    later = sum_of_row(tiles, OF_QUERIES, LINE) + sum_of_row(tiles, OF_KEYS, LINE)
-    before = sum_of_row(tiles, OF_WRITES, LINE)
-    held = whole * gl.sum(sum_of_row(tiles, OF_HELD, LINE), 0)
+    later = sum_of_row(tiles, SUM.QUERIES, LINE) + sum_of_row(tiles, SUM.KEYS, LINE)
+    before = sum_of_row(tiles, SUM.WRITES, LINE)
+    held = whole * gl.sum(sum_of_row(tiles, SUM.HELD, LINE), 0)
     mbarrier.arrive(barriers.took_sums.index(0))
     x = gl.associative_scan(later, 0, add, reverse=True) + held
     x += gl.associative_scan(before, 0, add) - before
     address = d_log_decay + place_of_gates(at, work, o_t, FORM)
     x = with_those_before(x, address, o_t < at.left, at, FORM)
-    x = gl.where(g < SCALING_RESET, 0.0, x)
+    x = gl.where(g < RESET, 0.0, x)
     if FORM.ENDS == "whole":
         gl.store(address, x)
     else:
@@ -215,23 +193,23 @@ def leave_pairs(tiles, row, gp, gm, TIED: gl.constexpr, DECAY: gl.constexpr):
     I: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     J: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     o_i, o_j = gl.arange(0, CHUNK, I)[:, None], gl.arange(0, CHUNK, J)[None, :]
-    factor = gl.expand_dims(tiles.factors.index(row + KEY).load(J), 0)
+    factor = gl.expand_dims(tiles.factors.index(row + FACTOR.KEY).load(J), 0)
     if DECAY:
         # What is left of token j at token i, where a pair is there; else 0.
         there = o_i >= o_j
-        ratio = tiles.factors.index(row + WHOLES).load(I)[:, None]
-        ratio = ratio - tiles.factors.index(row + WHOLES).load(J)[None, :]
-        rest = tiles.factors.index(row + RESTS).load(I)[:, None]
-        ratio += rest - tiles.factors.index(row + RESTS).load(J)[None, :]
+        ratio = tiles.factors.index(row + FACTOR.WHOLES).load(I)[:, None]
+        ratio = ratio - tiles.factors.index(row + FACTOR.WHOLES).load(J)[None, :]
+        rest = tiles.factors.index(row + FACTOR.RESTS).load(I)[:, None]
+        ratio += rest - tiles.factors.index(row + FACTOR.RESTS).load(J)[None, :]
         factor = gl.exp2(gl.where(there, ratio, NOTHING)) * factor
         gp = gp * factor
     else:
         gp = gl.where(o_i >= o_j, gp * factor, 0.0)
-    gp *= tiles.factors.index(row + QUERY).load(I)[:, None]
+    gp *= tiles.factors.index(row + FACTOR.QUERY).load(I)[:, None]
     tiles.read_pairs.store(gp.to(tiles.read_pairs.dtype))
     if TIED:
         gm = gl.where(o_i > o_j, gm * factor, 0.0)
-        gm *= -tiles.factors.index(row + KEY).load(I)[:, None]
+        gm *= -tiles.factors.index(row + FACTOR.KEY).load(I)[:, None]
         tiles.erase_pairs.store(gm.to(tiles.erase_pairs.dtype))
 
 
@@ -283,7 +261,7 @@ def store_beta_gradient(d_beta, tiles, row, at, work, x, FORM: gl.constexpr):
 def leave_values(tiles, barriers, x, row, slot, V: gl.constexpr):
     """dv = beta X to where X was."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // V, V // 8], [8, 1], [1, 0])
-    d_v = x.load(LAYOUT).to(gl.float32) * row_factor(tiles, row + BETAS, LAYOUT)
+    d_v = x.load(LAYOUT).to(gl.float32) * row_factor(tiles, row + FACTOR.BETAS, LAYOUT)
     x.store(d_v.to(x.dtype))
     fence_async_shared()
     mbarrier.arrive(barriers.has_values.index(slot))
@@ -309,13 +287,13 @@ def compute_role(shared, d_beta, places, K: gl.constexpr, V: gl.constexpr, FORM:
             )
             slot = (pair * FORM.GROUP + head) % 2
             if FORM.UNIT:
-                q_norm = row_factor(tiles, slot * FACTORS + QUERY_NORM, ACROSS)
-                k_norm = row_factor(tiles, slot * FACTORS + KEY_NORM, ACROSS)
+                q_norm = row_factor(tiles, slot * FACTORS + FACTOR.QUERY_NORM, ACROSS)
+                k_norm = row_factor(tiles, slot * FACTORS + FACTOR.KEY_NORM, ACROSS)
             mbarrier.arrive(barriers.empty.index(slot))
             if FORM.DECAY:
                 k, q = tiles.k.load(ACROSS).to(gl.float32), tiles.q.load(ACROSS).to(gl.float32)
-                tiles.sums.index(OF_QUERIES).store(sums_of_halves(q * read, K))
-                tiles.sums.index(OF_KEYS).store(sums_of_halves(k * (erased - inner), K))
+                tiles.sums.index(SUM.QUERIES).store(sums_of_halves(q * read, K))
+                tiles.sums.index(SUM.KEYS).store(sums_of_halves(k * (erased - inner), K))
                 mbarrier.arrive(barriers.has_sums.index(0))
             written += erased + inner
             d_q, d_k = d_q + read, d_k + written
@@ -365,14 +343,14 @@ def of_value_head(
     mbarrier.arrive(barriers.empty_s.index(0))
     if FORM.DECAY:
         mbarrier.wait(barriers.took_sums.index(0), (n & 1) ^ 1)
-        tiles.sums.index(OF_HELD).store(diagonal_halves(value(held, PAIRS)))
-    written *= row_factor(tiles, row + WRITES, ACROSS)
-    read *= row_factor(tiles, row + READS, ACROSS)
+        tiles.sums.index(SUM.HELD).store(diagonal_halves(value(held, PAIRS)))
+    written *= row_factor(tiles, row + FACTOR.WRITES, ACROSS)
+    read *= row_factor(tiles, row + FACTOR.READS, ACROSS)
     if head == 0:
         mbarrier.wait(barriers.full_k.index(0), pair & 1)
     inner = keys
     if FORM.TIED:
-        erased *= row_factor(tiles, row + ERASES, ACROSS)
+        erased *= row_factor(tiles, row + FACTOR.ERASES, ACROSS)
     if not FORM.DECAY:
         # Nobody asks for the parts: one sum, in fewer registers.
         inner, written = written, keys
@@ -389,7 +367,7 @@ def of_value_head(
     tell(places.has_keys)
     if FORM.DECAY:
         k = tiles.k.load(ACROSS).to(gl.float32)
-        tiles.sums.index(OF_WRITES).store(sums_of_halves(k * written, K))
+        tiles.sums.index(SUM.WRITES).store(sums_of_halves(k * written, K))
     if FORM.VALUES:
         leave_values(tiles, barriers, tiles.d_errors.index(slot), row, slot, V)
     if FORM.TIED and FORM.DECAY:

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mma_v2,
 )
 
-from deltarule.ops.delta_rule.gluon.memory import BETA, BLOCK, BLOCKS, CHUNK, FACTOR, GATES, product
+from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATE, GATES, product
 from deltarule.ops.delta_rule.gluon.products import finish, operand, start, tell, value
 from deltarule.ops.runtime.gluon_tiles import barrier
 
@@ -175,7 +175,7 @@ def invert(tiles, slot, gate_slot, on_16, on_32, places, phase, SAVE: gl.constex
     """U, or with SAVE N [64, 64], of what leave_m left."""
     at_t = tiles.t.index(slot)
     minus_l = at_t._reinterpret(gl.float32, [BLOCK, BLOCKS, BLOCK], PLAIN)
-    factor = tiles.gates.index(gate_slot * GATES + FACTOR).reshape([BLOCKS, BLOCK])
+    factor = tiles.gates.index(gate_slot * GATES + GATE.FACTOR).reshape([BLOCKS, BLOCK])
     invert_blocks(minus_l, tiles.identity, factor, tiles.blocks, tiles.scaled)
     barrier()
     LEFT: gl.constexpr = gl.DotOperandLayout(0, BATCH, 2)
@@ -186,7 +186,7 @@ def invert(tiles, slot, gate_slot, on_16, on_32, places, phase, SAVE: gl.constex
     if SAVE:
         right = tiles.own.permute((0, 2, 1)).load(gl.DotOperandLayout(1, BATCH, 2))
         own = mma_v2(left, right, gl.zeros([BLOCKS, BLOCK, BLOCK], gl.float32, BATCH))
-        beta = tiles.gates.index(gate_slot * GATES + BETA).load(gl.SliceLayout(1, product(CHUNK)))
+        beta = tiles.gates.index(gate_slot * GATES + GATE.BETA).load(gl.SliceLayout(1, product(CHUNK)))
         beta = beta[:, None]
     else:
         own = gl.convert_layout(left, BATCH).to(gl.float32)

@@ -7,13 +7,15 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from deltarule.ops.delta_rule.triton.tiles import row_names
+
 # Rows of a chunk: those of one warpgroup's product. With n writes a token, a token has n rows.
 CHUNK = gl.constexpr(64)
 # Values of a state role: the rows of S that it keeps.
 VALUES = gl.constexpr(64)
 
 # Gates of a chunk, a number for each row, or of what is read for each token (gates.py).
-READ, ERASE, BETA, WRITE, END, QUERY_SUM, KEY_SUM, COLUMN_SUM, FACTOR = map(gl.constexpr, range(9))
+GATE = row_names("READ ERASE BETA WRITE END QUERY_SUM KEY_SUM COLUMN_SUM FACTOR")
 GATES = gl.constexpr(9)
 # Blocks of 16 tokens on the diagonal of a chunk's square tiles, one a warp.
 BLOCK, BLOCKS = gl.constexpr(16), gl.constexpr(4)

@@ -27,20 +27,7 @@ from deltarule.ops.delta_rule.gluon.inverse import (
     four,
     invert,
 )
-from deltarule.ops.delta_rule.gluon.memory import (
-    BETA,
-    BLOCK,
-    BLOCKS,
-    CHUNK,
-    COLUMN_SUM,
-    FACTOR,
-    GATES,
-    KEY_SUM,
-    QUERY_SUM,
-    READ,
-    WRITE,
-    product,
-)
+from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATE, GATES, product
 from deltarule.ops.delta_rule.gluon.products import finish, start, tell, value
 from deltarule.ops.runtime.gluon_tiles import barrier
 
@@ -76,14 +63,14 @@ def finish_pairs(
     gate = slot * GATES
     kq = value(finish((kq,), places.has_pairs, phase), LAYOUT)
     if FORM.DECAY:
-        sum_i = tiles.gates.index(gate + QUERY_SUM).slice(FIRST, ROWS).load(I)[None, :]
-        sum_j = tiles.gates.index(gate + COLUMN_SUM).load(J)[:, None]
+        sum_i = tiles.gates.index(gate + GATE.QUERY_SUM).slice(FIRST, ROWS).load(I)[None, :]
+        sum_j = tiles.gates.index(gate + GATE.COLUMN_SUM).load(J)[:, None]
         p = kq * gl.exp2(gl.where(known >= lane, sum_i - sum_j, NOTHING))
     else:
         p = gl.where(known >= lane, kq, 0.0)
         if FORM.UNIT:
-            p *= tiles.gates.index(gate + READ).slice(FIRST, ROWS).load(I)[None, :]
-            p *= tiles.gates.index(gate + WRITE).load(J)[:, None]
+            p *= tiles.gates.index(gate + GATE.READ).slice(FIRST, ROWS).load(I)[None, :]
+            p *= tiles.gates.index(gate + GATE.WRITE).load(J)[:, None]
         else:
             p *= scale
     out = tiles.p.index(pair_slot)
@@ -174,19 +161,19 @@ def leave_blocks(tiles, slot, gate_slot, kk, FORM: gl.constexpr):
     o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, J))[None, :, None]
     gate = gate_slot * GATES
     if FORM.DECAY:
-        sums = gl.expand_dims(of_blocks(tiles, gate + KEY_SUM, I), 1)
-        sums = sums - gl.expand_dims(of_blocks(tiles, gate + COLUMN_SUM, J), 2)
+        sums = gl.expand_dims(of_blocks(tiles, gate + GATE.KEY_SUM, I), 1)
+        sums = sums - gl.expand_dims(of_blocks(tiles, gate + GATE.COLUMN_SUM, J), 2)
         kk *= gl.exp2(sums)
-        kk *= -1.0 if FORM.SAVE else -gl.expand_dims(of_blocks(tiles, gate + BETA, I), 1)
+        kk *= -1.0 if FORM.SAVE else -gl.expand_dims(of_blocks(tiles, gate + GATE.BETA, I), 1)
     else:
-        kk *= gl.expand_dims(of_blocks(tiles, gate + FACTOR, I), 1)
+        kk *= gl.expand_dims(of_blocks(tiles, gate + GATE.FACTOR, I), 1)
         if FORM.UNIT:
-            kk *= gl.expand_dims(of_blocks(tiles, gate + WRITE, J), 2)
+            kk *= gl.expand_dims(of_blocks(tiles, gate + GATE.WRITE, J), 2)
     # A choice, because a power for i < j may be infinite.
     kk = gl.where(o_i > o_j, kk, 0.0)
     if FORM.SAVE:
         tiles.own.store(kk.to(gl.float16))
-        kk *= gl.expand_dims(of_blocks(tiles, gate + BETA, J), 2)
+        kk *= gl.expand_dims(of_blocks(tiles, gate + GATE.BETA, J), 2)
     room = tiles.t.index(slot)._reinterpret(gl.float32, [BLOCK, BLOCKS, BLOCK], PLAIN_3D)
     room.permute((1, 0, 2)).store(kk)
 

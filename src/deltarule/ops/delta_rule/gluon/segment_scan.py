@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, product, straight
-from deltarule.ops.delta_rule.triton.tiles import BETA, ERASE_ROW, READ, REST, WHOLE, WRITE
+from deltarule.ops.delta_rule.triton.tiles import SCALING
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
 
 # Tiles that the copy engine moves have a power of two of rows: scalings come two by two.
@@ -147,8 +147,8 @@ def across(scalings, which: gl.constexpr):
 def end_of(scalings, K: gl.constexpr):
     """The decay of the whole chunk, [1, 1], from the sums up to its last row."""
     LAYOUT: gl.constexpr = gl.SliceLayout(0, product(K))
-    whole = row_of(scalings, WHOLE).slice(CHUNK - 1, 1).load(LAYOUT)
-    rest = row_of(scalings, REST).slice(CHUNK - 1, 1).load(LAYOUT)
+    whole = row_of(scalings, SCALING.WHOLE).slice(CHUNK - 1, 1).load(LAYOUT)
+    rest = row_of(scalings, SCALING.REST).slice(CHUNK - 1, 1).load(LAYOUT)
     return gl.exp2(whole + rest)[None, :]
 
 
@@ -219,17 +219,17 @@ def after_chunk(tiles, s, K: gl.constexpr, OUTPUT: gl.constexpr):
         # Beside whichever products take longer.
         s *= end_of(scalings, K)
     v = v.permute((1, 0)).load(TOKENS).to(gl.float32)
-    beta = across(scalings, BETA)
-    erase = negative(across(scalings, ERASE_ROW))
+    beta = across(scalings, SCALING.BETA)
+    erase = negative(across(scalings, SCALING.ERASE))
     f = warpgroup_mma_wait(1 if OUTPUT else 0, deps=(f,)) * erase + v
     left = gl.convert_layout((f * beta).to(dtype), OF_TOKENS)
     f = warpgroup_mma(left, corrections.permute((1, 0)), f, is_async=True)
     if OUTPUT:
-        o = warpgroup_mma_wait(1, deps=(o,)) * across(scalings, READ)
+        o = warpgroup_mma_wait(1, deps=(o,)) * across(scalings, SCALING.READ)
     else:
         s *= end_of(scalings, K)
     w = warpgroup_mma_wait(0, deps=(f,)) * beta
-    written = (w * across(scalings, WRITE)).to(dtype)
+    written = (w * across(scalings, SCALING.WRITE)).to(dtype)
     s = warpgroup_mma(gl.convert_layout(written, OF_STATE), k, s, is_async=True)
     if OUTPUT:
         left = gl.convert_layout(w.to(dtype), OF_TOKENS)
@@ -252,10 +252,10 @@ def before_chunk(tiles, d, K: gl.constexpr):
     left = gl.convert_layout(d.to(dtype), OF_TOKENS)
     y = warpgroup_mma(left, k.permute((1, 0)), y, use_acc=False, is_async=True)
     d_o = d_o.permute((1, 0)).load(TOKENS)
-    read = (d_o.to(gl.float32) * across(scalings, READ)).to(dtype)
-    beta = across(scalings, BETA)
-    erase = negative(beta * across(scalings, ERASE_ROW))
-    y = warpgroup_mma_wait(0, deps=(y,)) * across(scalings, WRITE)
+    read = (d_o.to(gl.float32) * across(scalings, SCALING.READ)).to(dtype)
+    beta = across(scalings, SCALING.BETA)
+    erase = negative(beta * across(scalings, SCALING.ERASE))
+    y = warpgroup_mma_wait(0, deps=(y,)) * across(scalings, SCALING.WRITE)
     y = warpgroup_mma(gl.convert_layout(d_o, OF_TOKENS), scores, y, is_async=True)
     d *= end_of(scalings, K)
     y = warpgroup_mma_wait(0, deps=(y,))

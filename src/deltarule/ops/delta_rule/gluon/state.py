@@ -24,15 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deltarule.ops.delta_rule.gluon.memory import (
-    BETA,
     CHUNK,
-    END,
-    ERASE,
+    GATE,
     GATES,
     PAIR_SLOTS,
-    READ,
     VALUES,
-    WRITE,
     Form,
     product,
     there_of_state,
@@ -93,7 +89,7 @@ def state_role(
             o = finish((o,), places.has_out, i & 1)
         o = value(o, READS)
         if FORM.DECAY or FORM.UNIT:
-            read = tiles.gates.index(gate + READ).slice(0, QUERIES)
+            read = tiles.gates.index(gate + GATE.READ).slice(0, QUERIES)
             o = o * read.load(gl.SliceLayout(0, READS))[None, :]
         else:
             o = o * scale
@@ -108,7 +104,7 @@ def state_role(
             s = decayed(tiles, gate, places, s, K, FORM.DECAY)
         written = x
         if FORM.DECAY or FORM.UNIT:
-            written = x * tiles.gates.index(gate + WRITE).load(TOKEN)[None, :]
+            written = x * tiles.gates.index(gate + GATE.WRITE).load(TOKEN)[None, :]
         low = operand(places.written, written.to(dtype), OF_STATE)
         s = start(places.state, low, tiles.k.index(slot), s)
         low, p = operand(places.low_values, x.to(dtype), OF_TOKENS), tiles.p.index(pair_slot)
@@ -149,7 +145,7 @@ def decayed(tiles, gate, places, s, K: gl.constexpr, DECAY: gl.constexpr):
     """S at the chunk's end, of what it was."""
     STATE: gl.constexpr = product(K)
     if DECAY:
-        end = tiles.gates.index(gate + END).load(gl.SliceLayout(1, STATE))[:, None]
+        end = tiles.gates.index(gate + GATE.END).load(gl.SliceLayout(1, STATE))[:, None]
         s = put(places.state, value(s, STATE) * end)
     return s
 
@@ -199,8 +195,8 @@ def written_values(
     dtype: gl.constexpr = tiles.q.dtype
     gate, f = slot * GATES, zero
     kq = start_pairs(tiles, slot, places, PART * ROWS, ROWS)
-    erased *= tiles.gates.index(gate + ERASE).load(TOKEN)[None, :]
-    beta = tiles.gates.index(gate + BETA).load(TOKEN)[None, :]
+    erased *= tiles.gates.index(gate + GATE.ERASE).load(TOKEN)[None, :]
+    beta = tiles.gates.index(gate + GATE.BETA).load(TOKEN)[None, :]
     if FORM.SAVE:
         f = v.to(gl.float32) - erased
         w = f * beta
@@ -225,6 +221,6 @@ def written_values(
     errors = x
     if FORM.SAVE:
         errors = x.to(dtype)
-        x *= tiles.gates.index(gate + BETA).load(TOKEN)[None, :]
+        x *= tiles.gates.index(gate + GATE.BETA).load(TOKEN)[None, :]
     mbarrier.wait(barriers.paired.index(pair_slot), (i // PAIR_SLOTS) & 1)
     return s, x, errors

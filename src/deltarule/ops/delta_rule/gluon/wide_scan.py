@@ -28,7 +28,7 @@ from deltarule.ops.delta_rule.gluon.backward import all_rows, stretch_of
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, straight
 from deltarule.ops.delta_rule.gluon.movers import load, store
-from deltarule.ops.delta_rule.triton.tiles import BETA, ERASE_ROW, READ, SCALINGS, WRITE
+from deltarule.ops.delta_rule.triton.tiles import SCALING, SCALINGS
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
 
 # Keys of a head, and rows of its state that a program has.
@@ -179,10 +179,10 @@ def scan_through(own, s, end, FORM: gl.constexpr):
         x = warpgroup_mma(state, keys, x, use_acc=False, is_async=True)
     mbarrier.wait(barriers.full_v.index(0), phase)
     if FORM.TIED:
-        x = scaled(warpgroup_mma_wait(0, deps=(x,)), tiles, slot, ERASE_ROW, FORM.SCALED)
+        x = scaled(warpgroup_mma_wait(0, deps=(x,)), tiles, slot, SCALING.ERASE, FORM.SCALED)
     x = tiles.v.index(only).permute((1, 0)).load(all_rows(CHUNK)).to(gl.float32) - x
     if FORM.TIED:
-        left = gl.convert_layout(scaled(x, tiles, slot, BETA, True).to(dtype), OF_TOKENS)
+        left = gl.convert_layout(scaled(x, tiles, slot, SCALING.BETA, True).to(dtype), OF_TOKENS)
         x = warpgroup_mma(left, tiles.n.index(only).permute((1, 0)), x, is_async=True)
     s *= end
     if FORM.TIED:
@@ -192,14 +192,15 @@ def scan_through(own, s, end, FORM: gl.constexpr):
     queries = tiles.q.index(only).permute((1, 0))
     o = warpgroup_mma(state, queries, zero, use_acc=False, is_async=True)
     leave_errors(own, x, FORM)
-    x = scaled(x, tiles, slot, BETA, FORM.TIED)
+    x = scaled(x, tiles, slot, SCALING.BETA, FORM.TIED)
     left = gl.convert_layout(x.to(dtype), OF_TOKENS)
-    written = gl.convert_layout(scaled(x, tiles, slot, WRITE, FORM.SCALED).to(dtype), OF_STATE)
+    written = scaled(x, tiles, slot, SCALING.WRITE, FORM.SCALED).to(dtype)
+    written = gl.convert_layout(written, OF_STATE)
     s = warpgroup_mma(written, tiles.k.index(slot), s, is_async=True)
     o = warpgroup_mma_wait(1, deps=(o,))
     if not FORM.SCALED:
         o *= scale
-    o = scaled(o, tiles, slot, READ, FORM.SCALED)
+    o = scaled(o, tiles, slot, SCALING.READ, FORM.SCALED)
     o = warpgroup_mma(left, tiles.p.index(only).permute((1, 0)), o, is_async=True)
     s, o = warpgroup_mma_wait(0, deps=(s, o))
     leave_values(own, o, FORM)
@@ -222,22 +223,22 @@ def scan_back(own, d, end, FORM: gl.constexpr):
     read = d_o.to(gl.float32)
     if not FORM.SCALED:
         read *= scale
-    read = scaled(read, tiles, slot, READ, FORM.SCALED)
+    read = scaled(read, tiles, slot, SCALING.READ, FORM.SCALED)
     read = gl.convert_layout(read.to(dtype), OF_STATE)
     d *= end
     mbarrier.wait(barriers.full_q.index(0), phase)
-    y = scaled(warpgroup_mma_wait(0, deps=(y,)), tiles, slot, WRITE, FORM.SCALED)
+    y = scaled(warpgroup_mma_wait(0, deps=(y,)), tiles, slot, SCALING.WRITE, FORM.SCALED)
     d_o = gl.convert_layout(d_o, OF_TOKENS)
     y = warpgroup_mma(d_o, tiles.p.index(only), y, is_async=True)
     if FORM.TIED:
         y = warpgroup_mma_wait(0, deps=(y,))
-        left = gl.convert_layout(scaled(y, tiles, slot, BETA, True).to(dtype), OF_TOKENS)
+        left = gl.convert_layout(scaled(y, tiles, slot, SCALING.BETA, True).to(dtype), OF_TOKENS)
         y = warpgroup_mma(left, tiles.n.index(only), y, is_async=True)
     d = warpgroup_mma(read, tiles.q.index(only), d, is_async=True)
     y = warpgroup_mma_wait(1, deps=(y,))
-    x = scaled(y, tiles, slot, BETA, FORM.TIED)
+    x = scaled(y, tiles, slot, SCALING.BETA, FORM.TIED)
     if FORM.TIED:
-        erased = scaled(0.0 - x, tiles, slot, ERASE_ROW, FORM.SCALED)
+        erased = scaled(0.0 - x, tiles, slot, SCALING.ERASE, FORM.SCALED)
         d = warpgroup_mma(gl.convert_layout(erased.to(dtype), OF_STATE), keys, d, is_async=True)
     mbarrier.arrive(barriers.empty_v.index(0))
     leave_errors(own, y, FORM)

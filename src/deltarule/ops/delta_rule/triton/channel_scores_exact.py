@@ -31,7 +31,7 @@ from deltarule.ops.delta_rule.triton.channel_decay import (
     LEAST,
     ROWS,
 )
-from deltarule.ops.delta_rule.triton.tiles import BETA, SCALINGS, correction
+from deltarule.ops.delta_rule.triton.tiles import SCALING, SCALINGS, correction
 from deltarule.ops.runtime.places import chunk_place
 
 # Queries, keys and the rows of a free erase.
@@ -203,7 +203,7 @@ def chunk_scores(x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr
             b_beta = channels.load_beta(g, first, i_h, o_r, m_r, S)
             b_n = correction(tl.where(o_j < o_i, -b_s2, 0.0), b_beta, S.BT, S.MERGE)
             channels.store_square(y.corrections, i_slot, b_n, start, S.BT)
-            tl.store(y.scalings + (i_slot * SCALINGS + BETA) * S.BT + o_r, b_beta)
+            tl.store(y.scalings + (i_slot * SCALINGS + SCALING.BETA) * S.BT + o_r, b_beta)
 
 
 @triton.jit(do_not_specialize=["T", "N"])

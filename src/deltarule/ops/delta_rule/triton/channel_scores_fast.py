@@ -9,7 +9,7 @@ import triton.language as tl
 
 from deltarule.ops.delta_rule.triton.channel_decay import GONE
 from deltarule.ops.delta_rule.triton.channel_tiles import inverse_norms, store_scores, store_square
-from deltarule.ops.delta_rule.triton.tiles import BETA, LOG2_E, RESET, SCALINGS, correction
+from deltarule.ops.delta_rule.triton.tiles import LOG2_E, RESET, SCALING, SCALINGS, correction
 from deltarule.ops.runtime.places import chunk_place, place_of
 
 # Decays inside a chunk, all from its start: device functions.
@@ -180,7 +180,7 @@ def fast_scores_kernel(
         m_m = (o_f[None, :] < o_f[:, None]) & (tl.abs(b_m) <= LARGEST)
         b_n = correction(tl.where(m_m, -b_m, 0.0), b_beta, S.BT, S.MERGE)
         store_square(corrections, i_slot, b_n, 0, S.BT)
-        tl.store(scalings + (i_slot * SCALINGS + BETA) * S.BT + o_f, b_beta)
+        tl.store(scalings + (i_slot * SCALINGS + SCALING.BETA) * S.BT + o_f, b_beta)
     fast = S.BT
     # This sum and those of the rows may differ in their last digits, and the rows' own decide.
     if low < 1.0 - S.RANGE:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from deltarule.ops.delta_rule.triton import tiles
-from deltarule.ops.delta_rule.triton.tiles import BETA, SCALINGS
+from deltarule.ops.delta_rule.triton.tiles import SCALING, SCALINGS
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def pair_decay_gradients(p_q, p_k, x, scalings, p_dg, scale, at, S: tl.constexpr
     b_q = tiles.load_rows(p_q, o_i, m_i, o_k, S.K, S.H * S.K, S.K == S.BK)
     b_k = tiles.load_rows(p_k, o_r, o_r < at.rows, o_k, S.K, S.H * S.K, S.K == S.BK)
     b_one = tl.full([S.BT], 1.0, tl.float32)
-    b_beta = tiles.row_scaling(scalings, at.slot, BETA, b_one, o_r, S.TIED, S)
+    b_beta = tiles.row_scaling(scalings, at.slot, SCALING.BETA, b_one, o_r, S.TIED, S)
     b_read, b_key = tl.full([S.BQ], scale, tl.float32), b_beta
     if S.UNIT_NORM:
         b_read, b_key = b_read * tiles.inverse_norm(b_q), b_key * tiles.inverse_norm(b_k)

@@ -47,14 +47,11 @@ from deltarule.ops.delta_rule.triton.decay_pairs import pair_decay_gradients
 from deltarule.ops.delta_rule.triton.fetched import gradient_tiles
 from deltarule.ops.delta_rule.triton.plan import COPY_ENGINE, WHOLE, Call, Shapes, Window
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture, configuration
-from deltarule.ops.delta_rule.triton.tiles import BETA, ERASE_ROW, READ, RESET, SCALINGS, WRITE
+from deltarule.ops.delta_rule.triton.tiles import RESET, SCALING, SCALINGS, SUM
 from deltarule.ops.runtime.places import place_of, window_chunk
 
 # Row factors and decays of chunks, where else gradients go, and X as a pointer.
 Factors = namedtuple("Factors", "scalings chunk_decay p_x d_v d_beta p_part")
-# Rows of the parts [SLICES, M, HV, 4, BT] of a chunk: of its queries, of its keys, of what they
-# write, and in the last what adds up to <D, S>. A slice beyond holds the sums across, in its first.
-QUERIES, KEYS, WRITES, HELD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit(do_not_specialize=["T", "N", "s_slice", "per_segment", "window", "per_window"])
@@ -74,10 +71,10 @@ def decay_gradients_kernel(
     b_held = 0.0
     for i_c in tl.static_range(S.SLICES):
         p_c = p_x + i_c * s_slice
-        b_later += tl.load(p_c + QUERIES * S.BT + o_t, mask=m_t, other=0.0)
-        b_later += tl.load(p_c + KEYS * S.BT + o_r)
-        b_before += tl.load(p_c + WRITES * S.BT + o_r)
-        b_held += tl.sum(tl.load(p_c + HELD * S.BT + tl.arange(0, S.BD)), axis=0)
+        b_later += tl.load(p_c + SUM.QUERIES * S.BT + o_t, mask=m_t, other=0.0)
+        b_later += tl.load(p_c + SUM.KEYS * S.BT + o_r)
+        b_before += tl.load(p_c + SUM.WRITES * S.BT + o_r)
+        b_held += tl.sum(tl.load(p_c + SUM.HELD * S.BT + tl.arange(0, S.BD)), axis=0)
     b_dg = tl.cumsum(b_later, axis=0, reverse=True) + tl.cumsum(b_before, axis=0) - b_before
     b_dg += b_held
     if S.PAIRS:
@@ -94,7 +91,7 @@ def store_held(p_part, b_held, b_chunk, BT: tl.constexpr, PRECISION: tl.constexp
     """Leave numbers whose sum is <D, S> times the chunk's decay: BT of them at most."""
     if PRECISION != "tf32x3":
         b_held = tiles.diagonal(b_held)
-    tl.store(p_part + HELD * BT + tl.arange(0, b_held.shape[0]), b_held * b_chunk)
+    tl.store(p_part + SUM.HELD * BT + tl.arange(0, b_held.shape[0]), b_held * b_chunk)
 
 
 @triton.jit
@@ -198,10 +195,10 @@ def add_value_head(of, x, y, at, i_c, S: tl.constexpr, ADDED: tl.constexpr):
     dtype = b_k.dtype
     # Loaded before the loop, and used after it.
     b_one = tl.full([S.BT], 1.0, tl.float32)
-    b_beta = tiles.row_scaling(y.scalings, at.slot, BETA, b_one, o_r, S.TIED, S)
-    b_reads = tiles.row_scaling(y.scalings, at.slot, READ, norm_q, o_i, S.HAS_DECAY, S)
-    b_erases = tiles.row_scaling(y.scalings, at.slot, ERASE_ROW, norm_k, o_r, S.HAS_DECAY, S)
-    b_writes = tiles.row_scaling(y.scalings, at.slot, WRITE, norm_k, o_r, S.HAS_DECAY, S)
+    b_beta = tiles.row_scaling(y.scalings, at.slot, SCALING.BETA, b_one, o_r, S.TIED, S)
+    b_reads = tiles.row_scaling(y.scalings, at.slot, SCALING.READ, norm_q, o_i, S.HAS_DECAY, S)
+    b_erases = tiles.row_scaling(y.scalings, at.slot, SCALING.ERASE, norm_k, o_r, S.HAS_DECAY, S)
+    b_writes = tiles.row_scaling(y.scalings, at.slot, SCALING.WRITE, norm_k, o_r, S.HAS_DECAY, S)
     if S.HAS_DECAY:
         b_chunk = tl.load(y.chunk_decay + at.slot)
     if y.d_v is not None:
@@ -248,8 +245,8 @@ def add_value_head(of, x, y, at, i_c, S: tl.constexpr, ADDED: tl.constexpr):
         if not EXACT:
             b_later_q = tiles.operand_products(b_q, b_read, S.PRECISION)
             b_later_k = tiles.operand_products(b_k, b_row - b_inner, S.PRECISION)
-        tl.store(y.p_part + QUERIES * S.BT + o_i, b_later_q)
-        tl.store(y.p_part + KEYS * S.BT + o_r, b_later_k)
+        tl.store(y.p_part + SUM.QUERIES * S.BT + o_i, b_later_q)
+        tl.store(y.p_part + SUM.KEYS * S.BT + o_r, b_later_k)
     b_row += b_inner
     if ADDED:
         b_read, b_row = b_dq + b_read, b_dk + b_row
@@ -258,7 +255,9 @@ def add_value_head(of, x, y, at, i_c, S: tl.constexpr, ADDED: tl.constexpr):
         if S.HAS_DECAY:
             store_held(y.p_part, b_held, b_chunk, S.BT, S.PRECISION)
     if S.HAS_DECAY:
-        tl.store(y.p_part + WRITES * S.BT + o_r, tiles.operand_products(b_k, b_col, S.PRECISION))
+        tl.store(
+            y.p_part + SUM.WRITES * S.BT + o_r, tiles.operand_products(b_k, b_col, S.PRECISION)
+        )
     return b_read, b_col + b_row
 
 

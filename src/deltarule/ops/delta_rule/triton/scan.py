@@ -43,7 +43,7 @@ from deltarule.ops.delta_rule.triton.channel_tiles import value_gradients
 from deltarule.ops.delta_rule.triton.fetched import backward_tiles, forward_tiles
 from deltarule.ops.delta_rule.triton.plan import TENSOR_MEMORY, WHOLE, Call, Window
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture, configuration
-from deltarule.ops.delta_rule.triton.tiles import BETA, ERASE_ROW, READ, WRITE
+from deltarule.ops.delta_rule.triton.tiles import SCALING
 from deltarule.ops.runtime.places import place_of, stretch, window_bounds
 
 # What the kernels over pairs of rows left of all chunks, and the scale of the scores. `readings`
@@ -67,7 +67,7 @@ def chunk_output(b_s, b_w, b_v, b_q, b_y, x, i_slot, o_i, o_r, S: tl.constexpr):
     if x.scores is None:
         b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=S.PRECISION)
     if S.SCALED:
-        b_o *= tiles.load_scaling(x.readings, i_slot, READ, o_i, S)
+        b_o *= tiles.load_scaling(x.readings, i_slot, SCALING.READ, o_i, S)
     elif not S.DECAYED:
         b_o *= x.scale
     if x.scores is not None:
@@ -95,13 +95,13 @@ def written_gradients(b_d, b_do, b_y, b_p, x, i_slot, o_i, o_r, S: tl.constexpr)
     if not S.DECAYED:
         b_read = x.scale
         if S.SCALED:
-            b_read = tiles.load_scaling(x.readings, i_slot, READ, o_i, S)
+            b_read = tiles.load_scaling(x.readings, i_slot, SCALING.READ, o_i, S)
         b_z = (b_z.to(tl.float32) * b_read).to(b_do.dtype)
     b_x = tl.dot(b_d, tl.trans(b_y), input_precision=S.PRECISION)
     if x.scores is None:
         b_x = tl.dot(b_z, b_p, acc=b_x, input_precision=S.PRECISION)
     if S.SCALED:
-        b_x *= tiles.load_scaling(x.scalings, i_slot, WRITE, o_r, S)
+        b_x *= tiles.load_scaling(x.scalings, i_slot, SCALING.WRITE, o_r, S)
     if x.scores is not None:
         b_x = tl.dot(tl.trans(b_do), b_p, acc=b_x, input_precision=S.PRECISION)
     return b_z, b_x
@@ -127,9 +127,9 @@ def prediction_errors(b_u, b_v, b_s, b_e, x, i_slot, o_r, S: tl.constexpr):
         b_low = b_f.to(dtype)
     else:
         if S.SCALED:
-            b_f *= tiles.load_scaling(x.scalings, i_slot, ERASE_ROW, o_r, S)
+            b_f *= tiles.load_scaling(x.scalings, i_slot, SCALING.ERASE, o_r, S)
         b_f = b_u - b_f
-        b_beta = tiles.load_scaling(x.scalings, i_slot, BETA, o_r, S)
+        b_beta = tiles.load_scaling(x.scalings, i_slot, SCALING.BETA, o_r, S)
         b_low = (b_f * b_beta).to(dtype)
     return tl.dot(b_low, tl.trans(b_n), acc=b_f, input_precision=S.PRECISION), b_beta
 
@@ -206,7 +206,7 @@ def next_state_kernel(
         b_w = b_f.to(dtype)
         b_write = b_w
         if S.SCALED:
-            b_write = (b_f * tiles.load_scaling(scalings, i_slot, WRITE, o_r, S)).to(dtype)
+            b_write = (b_f * tiles.load_scaling(scalings, i_slot, SCALING.WRITE, o_r, S)).to(dtype)
         if S.OUTPUT:
             b_q = tiles.load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, S.BQ, S)
             if scores is None:
@@ -285,7 +285,7 @@ def next_state_backward_kernel(
                 b_e = tiles.load_slot(erase, i_slot, o_r, o_k, S.BT, S.K, S)
             b_low_x = b_x.to(dtype)
             if S.ERASE == "tied":
-                b_beta = tiles.load_scaling(scalings, i_slot, BETA, o_r, S)
+                b_beta = tiles.load_scaling(scalings, i_slot, SCALING.BETA, o_r, S)
                 b_low_x = (b_x * b_beta).to(dtype)
             b_x = tl.dot(b_low_x, b_n, acc=b_x, input_precision=S.PRECISION)
         if d_errors is not None:
@@ -306,7 +306,7 @@ def next_state_backward_kernel(
         if S.ERASE == "tied":
             b_x = -b_x
             if S.SCALED:
-                b_x *= tiles.load_scaling(scalings, i_slot, ERASE_ROW, o_r, S)
+                b_x *= tiles.load_scaling(scalings, i_slot, SCALING.ERASE, o_r, S)
         if S.ERASE != "none":
             b_d = tl.dot(b_x.to(dtype), b_e, acc=b_d, input_precision=S.PRECISION)
     if S.SPLIT == "ends":

@@ -23,17 +23,7 @@ from deltarule.ops.delta_rule.triton import plan, tiles
 from deltarule.ops.delta_rule.triton.fetched import score_tiles
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, Shapes
 from deltarule.ops.delta_rule.triton.tile_sizes import configuration
-from deltarule.ops.delta_rule.triton.tiles import (
-    BETA,
-    ERASE_ROW,
-    LOG2_E,
-    LOWEST,
-    READ,
-    REST,
-    SCALINGS,
-    WHOLE,
-    WRITE,
-)
+from deltarule.ops.delta_rule.triton.tiles import LOG2_E, LOWEST, SCALING, SCALINGS
 from deltarule.ops.runtime.places import chunk_place
 
 # What scans may take scores of: they round q . k before it is scaled, for which float16 has no
@@ -64,8 +54,8 @@ def head_sums_kernel(
     whole = tl.floor(b_g + 0.5)
     whole, rest = tl.cumsum(whole, axis=0), tl.cumsum(b_g - whole, axis=0)
     p_s = scalings + (i_m.to(tl.int64) * S.HV + o_h)[None, :] * SCALINGS * S.BT + o_r[:, None]
-    tl.store(p_s + WHOLE * S.BT, whole, mask=m_h)
-    tl.store(p_s + REST * S.BT, rest, mask=m_h)
+    tl.store(p_s + SCALING.WHOLE * S.BT, whole, mask=m_h)
+    tl.store(p_s + SCALING.REST * S.BT, rest, mask=m_h)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -115,7 +105,7 @@ def pair_scores_kernel(
         p_beta = beta + (first // T) * s_beta_b + i_h * s_beta_h
         p_beta += (first % T * S.N_STEPS + o_r) * s_beta_t
         b_beta = tl.load(p_beta, mask=m_r, other=0.0).to(tl.float32)
-        tl.store(p_s + BETA * S.BT + o_r, b_beta)
+        tl.store(p_s + SCALING.BETA * S.BT + o_r, b_beta)
         b_m = -tl.dot(b_k, tl.trans(b_k), input_precision=S.PRECISION)
         if S.UNIT_NORM:
             b_m *= b_key[:, None] * b_key[None, :]
@@ -131,12 +121,12 @@ def pair_scores_kernel(
         b_read *= tl.exp2(whole_q + rest_q)
         b_write = b_key * tiles.decay_ratio(whole_end, rest_end, whole, rest)
         b_key *= tl.exp2(whole + rest)
-        tl.store(p_s + WRITE * S.BT + o_r, b_write)
+        tl.store(p_s + SCALING.WRITE * S.BT + o_r, b_write)
     elif S.UNIT_NORM:
-        tl.store(p_s + WRITE * S.BT + o_r, b_key)
+        tl.store(p_s + SCALING.WRITE * S.BT + o_r, b_key)
     if S.HAS_DECAY or S.UNIT_NORM:
-        tl.store(p_s + READ * S.BT + o_i, b_read)
-        tl.store(p_s + ERASE_ROW * S.BT + o_r, b_key)
+        tl.store(p_s + SCALING.READ * S.BT + o_i, b_read)
+        tl.store(p_s + SCALING.ERASE * S.BT + o_r, b_key)
 
 
 def score_shapes(inputs: Inputs, planned: Plan) -> Shapes:

@@ -5,9 +5,20 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+
+def row_names(names: str) -> tl.constexpr:
+    """Numbers of rows by their names, as one constant, which Triton's keys of kernels hold."""
+    found = tl.constexpr(namedtuple("Rows", names)(*range(len(names.split()))))
+    # Triton looks for names in its value, its keys and its interpreter do in the constant.
+    found.__dict__ |= found.value._asdict()
+    return found
+
+
 # Rows of the scalings [M, HV, SCALINGS, BT] of a chunk; the last two are the sums of its decays.
-READ, ERASE_ROW, WRITE, BETA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-WHOLE, REST, SCALINGS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+SCALING, SCALINGS = row_names("READ ERASE WRITE BETA WHOLE REST"), tl.constexpr(6)
+# Of the parts [SLICES, M, HV, 4, BT] of dlog_decay: of queries, of keys, of what they write, and in
+# the last what adds up to <D, S>. A slice beyond holds the sums across, in its first row.
+SUM = row_names("QUERIES KEYS WRITES HELD")
 
 # What a kernel is compiled for, handed on as one constant; None what a launch does not know.
 Sizes = namedtuple(
@@ -136,7 +147,7 @@ def load_scaling(scalings, i_slot, which: tl.constexpr, o_r, S: tl.constexpr):
 @triton.jit
 def load_decay_sums(p_s, o_r, BT: tl.constexpr):
     """(whole, rest) up to rows o_r of the chunk whose scalings lie at p_s."""
-    return tl.load(p_s + WHOLE * BT + o_r), tl.load(p_s + REST * BT + o_r)
+    return tl.load(p_s + SCALING.WHOLE * BT + o_r), tl.load(p_s + SCALING.REST * BT + o_r)
 
 
 @triton.jit
