@@ -1,11 +1,16 @@
-"""Whether a GPU kernel takes a tensor: those of fused maps, of memories, of pools."""
+"""Kernels of fused maps, of memories and of pools: whether one takes a tensor; their operators."""
 
+from collections.abc import Callable
 from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltarule.ops.dispatch import warn_slow, why_no_triton
+from deltarule.ops.operators import Operator
+from deltarule.ops.registration import Rules
 
 # A constant, because a decoding step on a CPU needs it some 50 times.
 ON_CPU = "Triton needs CUDA tensors, and x is on cpu"
@@ -47,3 +52,26 @@ def as_rows(x: Tensor, axes: int = 1) -> Tensor:
 def adjacent(x: Tensor) -> Tensor:
     """The tensor, whatever its other strides, or a copy if its last is not 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def kernel_operator(
+    name: str, inputs: type[Any], module: str, fake: Callable[[Any], Any], rules: Rules,
+    returned: int = 1,
+) -> Operator[Any]:  # fmt: skip
+    """The operator of two functions of a module of this package, `name` and `name`_backward.
+
+    They take the inputs, and what `Registered` gives a backward; see there for the rest. Triton is
+    an extra: the module is imported where it runs.
+    """
+
+    @cache
+    def kernels() -> Any:
+        return import_module(f"{__package__}.{module}")
+
+    def forward(given: Any) -> Any:
+        return getattr(kernels(), name)(given)
+
+    def backward(*given: Any) -> Any:
+        return getattr(kernels(), f"{name}_backward")(*given)
+
+    return Operator(name, inputs, forward, backward, fake, returned=returned, rules=rules)

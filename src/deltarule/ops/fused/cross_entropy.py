@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.dispatch import without_autocast
-from deltarule.ops.kernel_operator import kernel_operator
+from deltarule.ops.fused_kernels import kernel_operator
 from deltarule.ops.operators import Operator
 from deltarule.ops.registration import Backward, Gradients, Rules
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deltarule.ops.kernel_operator import kernel_operator
+from deltarule.ops.fused_kernels import kernel_operator
 from deltarule.ops.registration import Rules
 
 

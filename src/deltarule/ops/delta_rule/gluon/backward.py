@@ -52,7 +52,7 @@ from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form, packed_bounds, there_of_state
 from deltarule.ops.delta_rule.gluon.movers import load, store
 from deltarule.ops.delta_rule.triton.tiles import SUM
-from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
+from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, present, square
 
 # What is there, and what may be overwritten.
 Barriers = namedtuple(
@@ -435,24 +435,10 @@ def fused_backward_kernel(
         TIED, DECAY, UNIT, ENDS, SCORES=scores is not None, LENDS=lower_states is not None, CUT=CUT,
         FINAL=d_final is not None, KEYS=KEYS, WIDTH=WIDTH,
     )  # fmt: skip
-    # What is not there is another thing that nobody touches.
-    if scores is None:
-        scores = q
-    if corrections is None:
-        corrections = q
-    if lower_states is None:
-        lower_states = q
-    if not DECAY:
-        log_decay, d_log_decay, chunk_decay = d_initial, d_initial, d_initial
-    if not TIED:
-        d_beta = d_initial
-    if not UNIT:
-        norms = d_initial
-    if scalings is None:
-        scalings = d_initial
-    if ENDS != "packed":
-        cu_seqlens = T
-    work, sequence = stretch_of(cu_seqlens, T, heads, per_segment, FORM)
+    log_decay, chunk_decay = present(log_decay, d_initial), present(chunk_decay, d_initial)
+    d_log_decay, d_beta = present(d_log_decay, d_initial), present(d_beta, d_initial)
+    scalings, norms = present(scalings, d_initial), present(norms, d_initial)
+    work, sequence = stretch_of(present(cu_seqlens, T), T, heads, per_segment, FORM)
     tiles = new_tiles(q.dtype, K, V, FORM)
     barriers = Barriers(
         new_barrier(2, 2), new_barrier(2, 1), new_barrier(1, 1), new_barrier(1, 1),
@@ -467,7 +453,8 @@ def fused_backward_kernel(
     d_initial += (sequence * heads + work.head).to(gl.int64) * (WIDTH * KEYS)
     barrier()
     shared = tiles, barriers, work
-    loads = q, k, d_o, errors, states, lower_states, scores, corrections
+    lower_states, scores = present(lower_states, q), present(scores, q)
+    loads = q, k, d_o, errors, states, lower_states, scores, present(corrections, q)
     decays = log_decay, d_log_decay, chunk_decay, T, s_decay_b, s_decay_t, s_decay_h
     gl.warp_specialize(
         [

@@ -28,7 +28,7 @@ from deltarule.ops.delta_rule.gluon.channel_state import channel_state_role
 from deltarule.ops.delta_rule.gluon.forward import first_gate, own_states, place_of
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, Form
 from deltarule.ops.delta_rule.gluon.movers import channel_load_role, store_role
-from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers
+from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, present
 
 GENERAL = ["T", "s_beta_b", "s_beta_t", "s_beta_h"]
 
@@ -69,11 +69,9 @@ def channel_forward_kernel(
     FORM: gl.constexpr = Form(TIED, False, False, ENDS, NORMS=UNIT, INITIAL=INITIAL, SAVE=SAVE)
     saved = final_state
     if SAVE:
-        if not TIED:
-            errors, corrections, erase, scalings = scores, scores, write, chunk_decay
         saved = ChannelSaved(
-            errors, scores, corrections, states, decayed_q, erase, write, scalings, chunk_decay,
-            fast_rows,
+            present(errors, scores), scores, present(corrections, scores), states, decayed_q,
+            present(erase, write), write, present(scalings, chunk_decay), chunk_decay, fast_rows,
         )  # fmt: skip
     own = tiles, barriers, place, saved
     gates = log_decay, beta, q_norm, k_norm, value_heads * K, s_beta_t, heads * 2

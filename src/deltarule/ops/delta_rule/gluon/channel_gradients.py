@@ -57,7 +57,7 @@ from deltarule.ops.delta_rule.gluon.gradients import (
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, four, joined
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form
 from deltarule.ops.delta_rule.gluon.movers import load, store
-from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
+from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, present, square
 
 # Rows and channels that a lane adds up together: the rows of a tile are swizzled by eights.
 EIGHT, CHANNELS = gl.constexpr(8), gl.constexpr(64)
@@ -402,13 +402,7 @@ def channel_gradients_kernel(
     FORM: gl.constexpr = Form(TIED, False, UNIT, ENDS)
     first, step = gl.program_id(0), gl.num_programs(0)
     count = (pairs - first + step - 1) // step
-    # What is not there is another thing that nobody touches.
-    if ENDS != "packed":
-        cu_seqlens, sequences = T, T
-    if not TIED:
-        scalings, d_beta = T, T
-    if not UNIT:
-        norms = T
+    cu_seqlens, sequences = present(cu_seqlens, T), present(sequences, T)
     work = Work(first, step, count, heads, chunks, 0, chunks, chunks, T, cu_seqlens, sequences)
     tiles = new_tiles(q.dtype, K, V, TIED)
     barriers = Barriers(
@@ -421,10 +415,10 @@ def channel_gradients_kernel(
     loads = q, k, d_o, errors, d_errors, states, d_states, log_decay
     gl.warp_specialize(
         [
-            (compute_role, (shared, d_beta, K, V, FORM)),
+            (compute_role, (shared, present(d_beta, T), K, V, FORM)),
             (load_role, (shared, loads, K, V, FORM)),
             (store_role, (shared, (d_q, d_k, d_log_decay), K, FORM)),
-            (factor_role, (shared, scalings, norms, scale, FORM)),
+            (factor_role, (shared, present(scalings, T), present(norms, T), scale, FORM)),
             (sum_role, (shared, K, FORM)),
         ],
         [1, 1, 1, 1],

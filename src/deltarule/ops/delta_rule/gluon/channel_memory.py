@@ -6,7 +6,7 @@ Of the sums c_i of a chunk's log decays, to base 2 and from its start to token i
 
 channel by channel, and a pair's decay is up_i near_j. SHIFT makes half of the exponents positive,
 as in triton/channel_scores_fast.py: so both are numbers down to c of -RANGE. Tokens beyond it have
-pairs of their own (channel_exact.py).
+pairs of their own (channel_pairs.py).
 """
 
 from typing import Any, NamedTuple

@@ -2,7 +2,7 @@
 
     M_ij = (k_i up_i) . (k_j near_j)              for j < i, of which T is made (inverse.py)
 
-Those of tokens that decay too far come from channel_exact.py, as do their rows of P. It scales half
+Those of tokens that decay too far come with their rows of P (channel_pairs.py). It scales half
 of the tokens, while the state roles finish the chunk before, and they a quarter each.
 """
 
@@ -16,14 +16,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deltarule.ops.delta_rule.gluon.channel_exact import leave_exact
 from deltarule.ops.delta_rule.gluon.channel_memory import (
     RANGE,
     decays_of,
     for_inverse,
     of_chunk,
 )
-from deltarule.ops.delta_rule.gluon.channel_pairs import ONE, leave_copies
+from deltarule.ops.delta_rule.gluon.channel_pairs import ONE, leave_copies, leave_exact
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, below, invert
 from deltarule.ops.delta_rule.gluon.memory import BLOCK, CHUNK, product
 from deltarule.ops.delta_rule.gluon.products import score_places

@@ -35,7 +35,7 @@ from deltarule.ops.delta_rule.gluon.movers import load_role, store_role
 from deltarule.ops.delta_rule.gluon.products import score_places, state_places
 from deltarule.ops.delta_rule.gluon.score import score_role
 from deltarule.ops.delta_rule.gluon.state import state_role
-from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
+from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, present, square
 
 
 @gluon.jit
@@ -175,22 +175,14 @@ def forward_kernel(
     if UNIT:
         norm = norms + (place.start * heads + place.key_head) * (1 + STEPS)
     barrier()
-    # What is not there is another thing that nobody touches.
     saved = final_state
     SCORES: gl.constexpr = SAVE and scores is not None
     LENDS: gl.constexpr = SAVE and lower_states is not None
     if SAVE:
-        if not SCORES:
-            scores = states
-        if not LENDS:
-            lower_states = states
-        if not TIED:
-            errors, corrections = states, states
-        if scalings is None:
-            scalings = final_state
-        if not DECAY:
-            chunk_decay = final_state
-        saved = Saved(states, lower_states, errors, scores, corrections, scalings, chunk_decay)
+        saved = Saved(
+            states, present(lower_states, states), present(errors, states), present(scores, states),
+            present(corrections, states), present(scalings, saved), present(chunk_decay, saved),
+        )  # fmt: skip
     FORM: gl.constexpr = Form(
         TIED, DECAY, UNIT, ENDS, STEPS=STEPS, PER_GATE=PER_GATE, KEYS=KEYS, WIDTH=WIDTH,
         INITIAL=INITIAL, SAVE=SAVE, SCORES=SCORES, LENDS=LENDS,

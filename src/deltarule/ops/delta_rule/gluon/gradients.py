@@ -40,7 +40,7 @@ from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form
 from deltarule.ops.delta_rule.gluon.products import finish, gradient_places, start, tell, value
 from deltarule.ops.delta_rule.gluon.score import NOTHING
 from deltarule.ops.delta_rule.triton.tiles import RESET, SCALING, SCALINGS, SUM
-from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier
+from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, present
 
 # A sum of decays after the end of a sequence.
 LONG_AFTER = gl.constexpr(-1e30)
@@ -427,9 +427,7 @@ def fused_gradients_kernel(
     )  # fmt: skip
     first, step = gl.program_id(0), gl.num_programs(0)
     count, heads = (pairs - first + step - 1) // step * HALVES, heads * HALVES
-    if ENDS != "packed":
-        # What is not there is another thing that nobody touches.
-        cu_seqlens, sequences = T, T
+    cu_seqlens, sequences = present(cu_seqlens, T), present(sequences, T)
     work = Work(
         first, step, count, heads, chunks, before, own_chunks, all_chunks, T, cu_seqlens, sequences
     )

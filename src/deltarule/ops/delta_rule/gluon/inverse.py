@@ -186,8 +186,8 @@ def invert(tiles, slot, gate_slot, on_16, on_32, places, phase, SAVE: gl.constex
     if SAVE:
         right = tiles.own.permute((0, 2, 1)).load(gl.DotOperandLayout(1, BATCH, 2))
         own = mma_v2(left, right, gl.zeros([BLOCKS, BLOCK, BLOCK], gl.float32, BATCH))
-        beta = tiles.gates.index(gate_slot * GATES + GATE.BETA).load(gl.SliceLayout(1, product(CHUNK)))
-        beta = beta[:, None]
+        beta = tiles.gates.index(gate_slot * GATES + GATE.BETA)
+        beta = beta.load(gl.SliceLayout(1, product(CHUNK)))[:, None]
     else:
         own = gl.convert_layout(left, BATCH).to(gl.float32)
         o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, BATCH)))[None, :, None]

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltarule.ops.kernel_operator import kernel_operator
+from deltarule.ops.fused_kernels import kernel_operator
 from deltarule.ops.memory.inputs import is_held
 from deltarule.ops.memory.torch.memory import Maps, Memory, Norm, Steps
 from deltarule.ops.mini_batches import MiniBatches
