@@ -49,7 +49,7 @@ from deltarule.ops.delta_rule.gluon.gradients import (
     sums_of_halves,
 )
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form, packed_bounds, there_of_state
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form, packed_bounds, rows_of_state
 from deltarule.ops.delta_rule.gluon.movers import load, store
 from deltarule.ops.delta_rule.triton.tiles import SUM
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, present, square
@@ -221,9 +221,7 @@ def compute_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexp
     tiles, barriers, work = shared
     d_final, d_initial, chunk_decay, d_beta = of
     STATE: gl.constexpr = all_rows(K)
-    o_v = gl.arange(0, V, gl.SliceLayout(1, STATE))[:, None]
-    o_s = o_v * FORM.KEYS + gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
-    there = there_of_state(o_v, K, V, FORM, STATE)
+    o_s, there = rows_of_state(0, V, K, V, FORM, STATE)
     d = gl.zeros([V, K], gl.float32, STATE)
     if FORM.FINAL:
         d = gl.load(d_final + o_s, mask=there, other=0.0)

@@ -27,7 +27,7 @@ from deltarule.ops.delta_rule.gluon.channel_score import channel_score_role
 from deltarule.ops.delta_rule.gluon.channel_state import channel_state_role
 from deltarule.ops.delta_rule.gluon.forward import first_gate, own_states, place_of
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, Form
-from deltarule.ops.delta_rule.gluon.movers import channel_load_role, store_role
+from deltarule.ops.delta_rule.gluon.movers import load_role, store_role
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, present
 
 GENERAL = ["T", "s_beta_b", "s_beta_t", "s_beta_h"]
@@ -66,7 +66,9 @@ def channel_forward_kernel(
         q_norm = norms + keys * 2
         k_norm = q_norm + 1
     barrier()
-    FORM: gl.constexpr = Form(TIED, False, False, ENDS, NORMS=UNIT, INITIAL=INITIAL, SAVE=SAVE)
+    FORM: gl.constexpr = Form(
+        TIED, False, False, ENDS, NORMS=UNIT, KEYS=K, WIDTH=V, INITIAL=INITIAL, SAVE=SAVE
+    )
     saved = final_state
     if SAVE:
         saved = ChannelSaved(
@@ -84,7 +86,7 @@ def channel_forward_kernel(
             (channel_state_role, (own, states, 0, PARTS, K, SLOTS, FORM)),
             (channel_state_role, (own, states, 1, PARTS, K, SLOTS, FORM)),
             (channel_score_role, (own, given, scale, K, SLOTS, FORM)),
-            (channel_load_role, (own, (q, k, v), decays, K, PARTS, SLOTS, FORM)),
+            (load_role, (own, (q, k, v, decays), K, PARTS, SLOTS, FORM)),
             (store_role, (own, o, PARTS, False, FORM)),
             (channel_gate_role, (own, gates, 0, K, SLOTS, FORM)),
             (channel_gate_role, (own, gates, 1, K, SLOTS, FORM)),

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltarule.ops.delta_rule.gluon.channel_memory import UNSHIFT, decays_of, of_chunk
 from deltarule.ops.delta_rule.gluon.channel_pairs import leave_copies, leave_scores
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, GATE, GATES, VALUES, product
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, GATE, GATES, VALUES, product, rows_of_state
 from deltarule.ops.runtime.gluon_tiles import barrier
 
 # [64, K] of S with eight channels a lane: the numbers of a product, moved between four lanes.
@@ -49,8 +49,7 @@ def channel_state_role(
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
     dtype: gl.constexpr = tiles.q.dtype
-    o_v = PART * VALUES + gl.arange(0, VALUES, gl.SliceLayout(1, STATE))
-    o_s = o_v[:, None] * K + gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
+    o_s, _ = rows_of_state(PART * VALUES, VALUES, K, PARTS * VALUES, FORM, STATE)
     if FORM.INITIAL:
         s = gl.load(initial_state + o_s)
     else:

@@ -125,13 +125,17 @@ def product(columns: int) -> Any:
 
 
 @gluon.jit
-def there_of_state(o_v, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr, LAYOUT: gl.constexpr):
-    """What there is of rows of a tile [V, K] of a state [WIDTH, KEYS]."""
-    there = True
+def rows_of_state(
+    FIRST: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Where rows of a tile [V, K] lie in a state [WIDTH, KEYS], and which of it is there."""
+    o_v = (FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)))[:, None]
+    o_s, there = o_v * FORM.KEYS + gl.arange(0, K, gl.SliceLayout(0, LAYOUT))[None, :], True
     if FORM.KEYS < K or FORM.WIDTH < V:
         o_k = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))[None, :]
         there = (o_v < FORM.WIDTH) & (o_k < FORM.KEYS)
-    return there
+    return o_s, there
 
 
 @gluon.jit

@@ -66,9 +66,20 @@ def place_of_chunk(x, row, column, rows, WIDTH: gl.constexpr, ENDS: gl.constexpr
 def load_role(
     shared, of, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr
 ):
-    """q, k and v, which are descriptors, to their slots."""
-    for i in range(shared[2].chunks):
+    """q, k and v, which are descriptors, to their slots; of decays per channel their logs, too.
+
+    The place of log decays is free as soon as their chunk is scaled: with as many places as q, k
+    and v have it is the first of a chunk's, and with one it is the last.
+    """
+    tiles, _, place, _ = shared
+    DECAYS: gl.constexpr = len(of) > 3
+    FIRST: gl.constexpr = DECAYS and tiles.decays.shape[0] == SLOTS
+    for i in range(place.chunks):
+        if FIRST:
+            load_decays(shared, of[3], i, K, SLOTS, FORM)
         load_chunk(shared, of, i, K, PARTS, SLOTS, FORM)
+        if DECAYS and not FIRST:
+            load_decays(shared, of[3], i, K, SLOTS, FORM)
 
 
 @gluon.jit
@@ -76,7 +87,7 @@ def load_chunk(
     shared, of, i, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr
 ):
     tiles, barriers, place, _ = shared
-    q, k, v = of
+    q, k, v = of[0], of[1], of[2]
     STEPS: gl.constexpr = FORM.STEPS
     QUERIES: gl.constexpr = CHUNK // STEPS
     slot, full = i % SLOTS, barriers.full.index(i % SLOTS)
@@ -92,26 +103,6 @@ def load_chunk(
         at = place_of_chunk(v, row, column, rows, PARTS * VALUES, FORM.ENDS)
         x = framed(tiles.v.index(slot * PARTS + part), v)
         tma.async_copy_global_to_shared(v, at, full, x)
-
-
-@gluon.jit
-def channel_load_role(
-    shared, of, log_decay, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-    FORM: gl.constexpr,
-):  # fmt: skip
-    """One warp: q, k, v and log decays, in the order in which their places become free.
-
-    That of log decays is free as soon as their chunk is scaled: with as many places as q, k and v
-    have it is the first of a chunk's, and with one it is the last.
-    """
-    tiles, _, place, _ = shared
-    DECAY_SLOTS: gl.constexpr = tiles.decays.shape[0]
-    for i in range(place.chunks):
-        if DECAY_SLOTS == SLOTS:
-            load_decays(shared, log_decay, i, K, SLOTS, FORM)
-        load_chunk(shared, of, i, K, PARTS, SLOTS, FORM)
-        if DECAY_SLOTS < SLOTS:
-            load_decays(shared, log_decay, i, K, SLOTS, FORM)
 
 
 @gluon.jit

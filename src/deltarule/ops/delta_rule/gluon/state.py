@@ -31,7 +31,7 @@ from deltarule.ops.delta_rule.gluon.memory import (
     VALUES,
     Form,
     product,
-    there_of_state,
+    rows_of_state,
 )
 from deltarule.ops.delta_rule.gluon.movers import framed, place_of_rows
 from deltarule.ops.delta_rule.gluon.products import finish, operand, put, start, tell, value
@@ -55,9 +55,7 @@ def state_role(
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
     dtype: gl.constexpr = tiles.q.dtype
-    o_v = PART * VALUES + gl.arange(0, VALUES, gl.SliceLayout(1, STATE))
-    o_s = o_v[:, None] * FORM.KEYS + gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
-    there = there_of_state(o_v[:, None], K, PARTS * VALUES, FORM, STATE)
+    o_s, there = rows_of_state(PART * VALUES, VALUES, K, PARTS * VALUES, FORM, STATE)
     if FORM.INITIAL:
         s = gl.load(initial_state + o_s, mask=there, other=0.0)
     else:
