@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltarule.ops.delta_rule.gluon.channel_forward import channel_forward_kernel
-from deltarule.ops.delta_rule.gluon.forward import forward_kernel
+from deltarule.ops.delta_rule.gluon.forward import channel_forward_kernel, forward_kernel
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, straight
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.passes import (
