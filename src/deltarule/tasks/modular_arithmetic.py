@@ -43,17 +43,19 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
 
 def values(tokens: Array, ends: Array) -> Array:
     """The value of each row's tokens before its end, both [rows, 1]: a sum of signed products."""
-    total = np.zeros_like(ends)
-    sign = np.ones_like(ends)
-    product = tokens[:, :1] - ZERO
-    for place in range(1, int(ends.max()), 2):
-        operator, number = tokens[:, place : place + 1], tokens[:, place + 1 : place + 2] - ZERO
-        inside, times = place < ends, operator == TIMES
-        total = np.where(inside & ~times, total + sign * product, total)
-        sign = np.where(inside & ~times, np.where(operator == MINUS, -1, 1), sign)
+    # Places of all rows side by side: a step of training takes a GPU no longer than 200 calls here.
+    tokens = np.ascontiguousarray(tokens.T)
+    terms, signs = tokens[::2] - ZERO, tokens[1::2]
+    times = signs == TIMES
+    terms[1:] *= 1 - 2 * (signs == MINUS)[: len(terms) - 1]
+    for i in range(1, len(terms)):
         # Reduced at once: a long product would overflow.
-        product = np.where(inside, np.where(times, product * number % MODULUS, number), product)
-    return (total + sign * product) % MODULUS
+        np.copyto(terms[i], terms[i - 1] * terms[i] % MODULUS, where=times[i - 1])
+    last, places = ends.T // 2, np.arange(len(terms))[:, None]
+    # A product's last number is the row's, or has another sign than * behind it.
+    complete = places == last
+    complete[: len(times)] |= ~times[: len(terms)] & (places[: len(times)] < last)
+    return (terms * complete).sum(0)[:, None] % MODULUS
 
 
 def show(config: Config, rng: np.random.Generator) -> str:
