@@ -266,6 +266,7 @@ MAKERS: dict[str, Callable[[], Neighbour]] = {
     "residual norm, no sum": lambda: residual_norm(17, alone=True),
     "residual norm in three parts": lambda: residual_norm(48),
     "embedding": embedding,
+    "embedding of many": lambda: embedding(600, 5),
     "swiglu": swiglu,
     "swiglu, sliced": lambda: swiglu(130, sliced=True),
     "head decay": lambda: decay(None),

@@ -26,6 +26,7 @@ promised("triton")
 from deltarule.models import loss
 from deltarule.nn import mlp, norm
 from deltarule.ops.delta_rule import gate_logits
+from deltarule.ops.fused import embedding_triton
 from deltarule.ops.fused import gates as gate_ops
 from deltarule.ops.fused import norms as sum_ops
 from deltarule.ops.fused import short_conv as conv_ops
@@ -43,6 +44,7 @@ LARGE = {
     "residual norm, wide": lambda: residual_norm(5000),
     "embedding": lambda: embedding(257, 512, 5000),
     "embedding of few tokens": lambda: embedding(10, 128, 5000),
+    "embedding of many tokens": lambda: embedding(20000, 256, 5000),
     "swiglu": lambda: swiglu(5632),
     "cross entropy": lambda: entropy(50257),
     "linear cross entropy": lambda: entropy(32000, linear=True),
@@ -117,6 +119,23 @@ def test_a_convolution_step_by_step_equals_the_whole_bitwise(device, padding) ->
             steps.append(y)
         assert torch.equal(before, final[rows])
         assert torch.equal(torch.cat([whole[:, :0], *steps], 1), whole[:, start:stop])
+
+
+def test_tokens_are_summed_in_a_tree_of_tiles(monkeypatch) -> None:
+    monkeypatch.setitem(embedding_triton.RUNS, "BR", 16)
+    tokens, d_x, weight = torch.randint(90, (300,)), torch.randn(300, 4), torch.empty(100, 4)
+    # One fills tiles of the second level, too.
+    tokens[20:] = 7
+    expected = torch.zeros(100, 4).double().index_add(0, tokens, d_x.double())
+    d_weight = embedding_triton.sums_by_token(d_x, tokens, weight)
+    assert_close(d_weight, expected, dtype=torch.float32)
+    d_x[0] = torch.nan
+    again = embedding_triton.sums_by_token(d_x, tokens, weight)
+    others = torch.arange(100) != tokens[0]
+    assert torch.equal(again[others], d_weight[others])
+    assert again[~others].isnan().all()
+    nothing = embedding_triton.sums_by_token(d_x[:0], tokens[:0], weight)
+    assert torch.equal(nothing, torch.zeros(100, 4))
 
 
 def test_nothing_leaks_across_documents() -> None:

@@ -1,4 +1,4 @@
-"""Vectors of tokens, whose gradient has a kernel where the vocabulary is small."""
+"""Vectors of tokens, whose gradient is summed in one order by kernels of two kinds."""
 
 from typing import Any, TypeGuard
 
@@ -12,8 +12,8 @@ from deltarule.ops.dispatch import are_plain_eager, is_plain_eager
 from deltarule.ops.fused_kernels import is_hopper, why_not_fused
 from deltarule.ops.operators import differentiated, direct
 
-# Tokens, and numbers of the weight: on an H200, 8,192 rows of 257 by 256 take 36 us in place of
-# 100, but 16,384 of 257 by 512 take 134 in place of 111.
+# Tokens, and numbers of the weight, up to which products are faster than a sort: on an H200, 8,192
+# rows of 257 by 256 take 36 us, but 16,384 of 257 by 512 take 134 in place of 59.
 MOST_TOKENS, MOST = 512, 2**17
 
 
@@ -28,8 +28,6 @@ def embedded(module: nn.Module, tokens: Tensor) -> Tensor:
 def has_kernel(module: nn.Module) -> TypeGuard[nn.Embedding]:
     """Whether a call is a look-up alone, whose gradient is wanted and has a kernel."""
     if type(module) is not nn.Embedding or is_hooked(module):
-        return False
-    if module.num_embeddings > MOST_TOKENS or module.weight.numel() > MOST:
         return False
     options = module.padding_idx, module.max_norm, module.sparse, module.scale_grad_by_freq
     plain = options == (None, None, False, False) and differentiated((module.weight,))
@@ -51,4 +49,6 @@ class Embedded(torch.autograd.Function):
         from deltarule.ops.fused import embedding_triton as kernels
 
         weight, tokens = ctx.saved_tensors
-        return kernels.embedding_gradient(d_x, tokens, weight), None
+        few = len(weight) <= MOST_TOKENS and weight.numel() <= MOST
+        gradient = kernels.embedding_gradient if few else kernels.sums_by_token
+        return gradient(d_x, tokens, weight), None
