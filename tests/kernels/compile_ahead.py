@@ -61,6 +61,8 @@ RULES = (("tied", "head"), ("tied", "channel"), ("free", "channel"), ("none", "h
 LONG = [
     *(Call(erase, decay) for erase, decay in RULES),
     *(Call("tied", decay, dtype="float32") for decay in ("head", "channel")),
+    *(Call(dtype="float32", key_size=size, value_size=size, tokens=250) for size in (32, 64)),
+    Call("none", "none", dtype="float32", key_size=64, value_size=64),
     *(Call(erase, decay, key_size=256, value_size=512, tokens=250) for erase, decay in RULES[:3]),
     Call(dtype="float32", key_size=256, value_size=512),
     Call("free", "channel", dtype="float32", key_size=256, value_size=256),

@@ -68,3 +68,13 @@ def test_no_kernel_or_operator_reads_the_environment() -> None:
                 if isinstance(node, ast.Attribute | ast.Name)
             }
             assert not names & {"environ", "getenv", "putenv"}, file
+
+
+@pytest.mark.parametrize("erase", ["none", "tied"])
+def test_float32_has_tiles_of_its_own_on_hopper(erase) -> None:
+    call = TileKey(90, 4, 64, 64, erase, False)
+    assert configuration("next_state", call)["BV"] == 64
+    assert configuration("next_state", call._replace(key_size=256))["BV"] == 16
+    # Without registers to spare, or timings, as they were.
+    assert configuration("next_state", call._replace(architecture=100))["BV"] == 16
+    assert configuration("next_state", call._replace(decayed=True))["BV"] == 16

@@ -4,8 +4,8 @@
 
 Of few tokens as products with ones and zeros: a float32 number is the sum of three in bfloat16,
 whose products with 1 are exact; they are summed in float32, and a NaN reaches all rows. Of many the
-tokens are sorted, and the rows of one token, which then follow each other, are summed in a tree of tiles: PyTorch's kernels
-go through one after the other what a frequent token has.
+tokens are sorted, and the rows of one token, which then follow each other, are summed in a tree of
+tiles: PyTorch's kernels go through one after the other what a frequent token has.
 """
 
 from typing import Any

@@ -59,12 +59,12 @@ def table_of(architecture: int) -> Table:
 
 
 def row_of(kernel: str, call: TileKey) -> dict[str, int]:
-    """The table's row: scans of decayed q and k, in narrow tiles, or of 192 values have others."""
+    """The table's row: decayed q and k, narrow tiles, 192 values and float32 may have others."""
     table = table_of(call.architecture)
     kinds = {"_free": call.erase == "free", "_decayed": call.decayed, "_narrow": call.narrow}
     # Of a second tile of 128 values half or more would be empty.
     empty = call.value_size > 128 and 0 < call.value_size % 128 <= 64
-    kinds["_uneven"] = empty and call.erase == "tied"
+    kinds |= {"_uneven": empty and call.erase == "tied", "_float32": call.element_bytes == 4}
     for kind in (*[kind for kind, of in kinds.items() if of], ""):
         for (element_bytes, key_size), config in table.get(kernel + kind, {}).items():
             if call.element_bytes <= element_bytes and call.key_size <= key_size:

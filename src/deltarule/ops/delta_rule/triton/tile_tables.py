@@ -130,6 +130,21 @@ HOPPER: Table = AMPERE | {
     "exact_gradients": {(2, 256): channels(4, 16, 64), (4, 256): channels(8, 16, 64)},
 }  # fmt: skip
 
+# Of float32. With 8 warps to 16 rows of a state a program mostly splits operands into their parts.
+FLOAT32: Table = {
+    "pair_scores_float32": {(4, 32): no_loop(1), (4, 128): no_loop(2)},
+    "next_state_float32": {
+        (4, 32): scan(32, 32, 2, 2), (4, 64): scan(32, 64, 4, 3), (4, 128): scan(32, 128, 8, 2),
+    },
+    "next_state_backward_float32": {
+        (4, 32): scan(32, 32, 2, 2), (4, 64): scan(32, 64, 4, 3), (4, 128): scan(32, 32, 4, 2),
+    },
+    "gradients_float32": {
+        (4, 32): slices(16, 32, 2, 2), (4, 64): slices(32, 64, 4, 3),
+        (4, 128): slices(16, 64, 4, 2),
+    },
+}  # fmt: skip
+
 # Products leave their sums in tensor memory, of 512 columns, unless warps are fewer than 4 or more
 # than 8: tiles that fit there, or warps that go without. Compiled ahead, and never timed.
 BLACKWELL: Table = HOPPER | {
@@ -148,6 +163,6 @@ BLACKWELL: Table = HOPPER | {
 
 # An architecture between two takes the nearest below it.
 TABLES: dict[int, Table] = {
-    80: bounded(AMPERE), 86: SMALL, 89: SMALL, 90: HOPPER,
+    80: bounded(AMPERE), 86: SMALL, 89: SMALL, 90: HOPPER | FLOAT32,
     100: bounded(BLACKWELL), 120: bounded(SMALL),
 }  # fmt: skip
