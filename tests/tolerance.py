@@ -12,12 +12,8 @@ from deltarule.doctor import bars
 from deltarule.doctor.bars import FORWARD, GRADIENT, growth, relative_largest, relative_rms
 
 __all__ = [
-    "assert_close",
-    "assert_close_to_yardstick",
-    "growth",
-    "relative_largest",
-    "relative_rms",
-]
+    "assert_close", "assert_close_to_yardstick", "growth", "relative_largest", "relative_rms",
+]  # fmt: skip
 
 
 def assert_close(

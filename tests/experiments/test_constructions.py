@@ -8,13 +8,9 @@ from experiments.constructions import Construction, rotation_matrices
 
 # The writes for a token that each group needs, by the way it acts.
 WRITES = {
-    ("S_2", "permutations"): 1,
-    ("S_3", "permutations"): 2,
-    ("S_4", "permutations"): 3,
-    ("S_5", "permutations"): 4,
-    ("S_4", "rotations"): 2,
-    ("A_5", "rotations"): 2,
-}
+    ("S_2", "permutations"): 1, ("S_3", "permutations"): 2, ("S_4", "permutations"): 3,
+    ("S_5", "permutations"): 4, ("S_4", "rotations"): 2, ("A_5", "rotations"): 2,
+}  # fmt: skip
 TOKENS = 20_000
 # Of a vector of length 1; the orbits' points are apart by 0.3 and more.
 ERROR = 1e-10

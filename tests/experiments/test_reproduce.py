@@ -165,34 +165,31 @@ def test_a_full_disk_stops_the_command_and_keeps_what_is_finished(cells, workers
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_results_of_another_version_or_configuration_are_refused(cells, workers, monkeypatch):
+    def refused(match, error=RecordError):
+        with pytest.raises(error, match=match):
+            run(workers=workers)
+
     folder = run(workers=workers)
-    path = folder / "cells" / "a.json"
     cells[0] = Tiny("a", steps=4)
-    with pytest.raises(RecordError, match=r"a\.json: .* steps is 3 there and 4 here"):
-        run(workers=workers)
-    path.unlink()
-    with pytest.raises(ValueError, match=r"cell\.json: .* steps is 3 there and 4 here"):
-        run(workers=workers)
+    refused(r"a\.json: .* steps is 3 there and 4 here")
+    (folder / "cells" / "a.json").unlink()
+    refused(r"cell\.json: .* steps is 3 there and 4 here", ValueError)
     # A field that the file does not know had its default, 3.
     begun = folder / "cells" / "a" / "cell.json"
     record = json.loads(begun.read_text())
     del record["cell"]["steps"]
     begun.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=r"cell\.json: .* steps is 3 there and 4 here"):
-        run(workers=workers)
+    refused(r"cell\.json: .* steps is 3 there and 4 here", ValueError)
     cells[0] = Tiny("a")
     run(workers=workers)
     with monkeypatch.context() as patch:
         patch.setattr(deltarule, "__version__", "9.9")
-        with pytest.raises(RecordError, match=r"written by deltarule 0.*, but this is .* 9\.9"):
-            run(workers=1)
-    record = json.loads((folder / "cells" / "b.json").read_text())
-    (folder / "cells" / "b.json").write_text(json.dumps(record | {"format": 99}))
-    with pytest.raises(RecordError, match=r"format 99, written by deltarule 0\."):
-        run(workers=workers)
-    (folder / "cells" / "b.json").write_text("{")
-    with pytest.raises(RecordError, match=r"b\.json: damaged"):
-        run(workers=workers)
+        refused(r"written by deltarule 0.*, but this is .* 9\.9")
+    path = folder / "cells" / "b.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    refused(r"format 99, written by deltarule 0\.")
+    path.write_text("{")
+    refused(r"b\.json: damaged")
 
 
 @pytest.mark.parametrize(

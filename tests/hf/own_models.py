@@ -7,13 +7,9 @@ from deltarule.models import CausalLM, ModelConfig
 
 HYBRID = ("gated_deltanet", "sliding_window", "mamba2", "attention")
 LAYERS = {
-    "gated_deltanet": ("gated_deltanet",) * 2,
-    "kda": ("kda",) * 2,
-    "rwkv7": ("rwkv7",) * 2,
-    "mamba2": ("mamba2",) * 2,
-    "mlstm": ("mlstm",) * 2,
-    "hybrid": HYBRID,
-}
+    "gated_deltanet": ("gated_deltanet",) * 2, "kda": ("kda",) * 2, "rwkv7": ("rwkv7",) * 2,
+    "mamba2": ("mamba2",) * 2, "mlstm": ("mlstm",) * 2, "hybrid": HYBRID,
+}  # fmt: skip
 
 
 def make(layers: str = "gated_deltanet", **tokens: int) -> DeltaruleForCausalLM:

@@ -249,49 +249,42 @@ def test_the_function_behind_a_launcher_is_called_as_the_launcher_calls_it(make)
     assert unwrapped(print, own) == (print, own)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [(torch.zeros(8).bfloat16(), None, 5), (torch.zeros(8), torch.zeros(8), 5),
-     (torch.zeros(8), None, 16), (torch.zeros(8), None, 5.0), (torch.zeros(8), 5, None)],
-)  # fmt: skip
-def test_another_key_is_searched_for(fake, other) -> None:
+ONE = torch.zeros(8), None, 5
+# Arguments whose key is another one, and those that have none.
+OTHER_KEYS = [
+    (torch.zeros(8).bfloat16(), None, 5), (torch.zeros(8), torch.zeros(8), 5),
+    (torch.zeros(8), None, 16), (torch.zeros(8), None, 5.0), (torch.zeros(8), 5, None),
+]  # fmt: skip
+OFF_THE_GRID = torch.zeros(9)[1:], None, 5
+
+
+@pytest.mark.parametrize("other", [*OTHER_KEYS, OFF_THE_GRID])
+def test_another_key_is_searched_for_and_off_the_grid_always(fake, other) -> None:
     kernel = Launch(fake, CONSTANTS)
-    kernel(GRID, torch.zeros(8), None, 5)
-    kernel(GRID, *other)
-    assert len(fake.searched) == 2
-    kernel(GRID, *other)
-    assert [launched[4] for launched in fake.launched] == [2]
+    for arguments in (ONE, other, other):
+        kernel(GRID, *arguments)
+    unknown = other is OFF_THE_GRID
+    assert len(fake.searched) == 2 + unknown
+    assert [launched[4] for launched in fake.launched] == [2] * (not unknown)
 
 
-def test_another_device_is(fake) -> None:
-    kernel, arguments = Launch(fake, CONSTANTS), (torch.zeros(8), None, 5)
+def test_another_device_is_and_a_hook_always(fake, monkeypatch) -> None:
+    kernel = Launch(fake, CONSTANTS)
     for device in (0, 1, 0, 1):
         fake.device = device
-        kernel(GRID, *arguments)
-    assert len(fake.searched) == 2
+        kernel(GRID, *ONE)
+    monkeypatch.setattr(direct.knobs.runtime, "launch_enter_hook", print)
+    kernel(GRID, *ONE)
+    assert len(fake.searched) == 3
     assert [launched[4] for launched in fake.launched] == [1, 2]
 
 
-def test_so_is_a_launch_with_a_hook_or_off_the_grid(fake, monkeypatch) -> None:
-    kernel = Launch(fake, CONSTANTS)
-    kernel(GRID, torch.zeros(8), None, 5)
-    kernel(GRID, torch.zeros(8)[1:], None, 5)
-    monkeypatch.setattr(direct.knobs.runtime, "launch_enter_hook", print)
-    kernel(GRID, torch.zeros(8), None, 5)
-    assert len(fake.searched) == 3
-    assert fake.launched == []
-
-
 def test_an_unknown_interface_stays_with_triton(fake, monkeypatch) -> None:
-    several = {**CONSTANTS}
-    del several["steps"]
-    kernel = Launch(fake, several)
-    for _ in range(2):
-        kernel(GRID, torch.zeros(8), None, 5)
-    monkeypatch.setattr(Fake, "compiled", lambda self, function: None)
-    other = Launch(fake, CONSTANTS)
-    for _ in range(2):
-        other(GRID, torch.zeros(8), None, 5)
+    several = Launch(fake, {name: x for name, x in CONSTANTS.items() if name != "steps"})
+    for kernel in (several, Launch(fake, CONSTANTS)):
+        for _ in range(2):
+            kernel(GRID, *ONE)
+        monkeypatch.setattr(Fake, "compiled", lambda self, function: None)
     assert len(fake.searched) == 4
     assert fake.launched == []
 

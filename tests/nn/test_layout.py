@@ -15,13 +15,8 @@ def test_real_tokens_move_to_the_front_and_back():
     layout = make_layout(x, None, mask)
     assert layout.to_front(x).flatten().tolist() == [2, 4, 5, 0, 0]
     assert layout.real.tolist() == [[True, True, True, False, False]]
-    assert (layout.to_place(layout.to_front(x)) * mask[..., None]).flatten().tolist() == [
-        0,
-        2,
-        0,
-        4,
-        5,
-    ]
+    placed = layout.to_place(layout.to_front(x)) * mask[..., None]
+    assert placed.flatten().tolist() == [0, 2, 0, 4, 5]
     assert layout.counts.tolist() == [3]
 
 
@@ -39,15 +34,10 @@ def test_packed_positions_and_history():
 def test_silenced_arguments_are_zero_at_padding_only():
     n_steps, real = 3, torch.tensor([[True, False], [True, True]])
     given = {
-        "q": torch.ones(2, 2, 1, 4),
-        "k": torch.ones(2, 6, 1, 4),
-        "v": torch.ones(2, 6, 1, 4),
-        "beta": torch.ones(2, 6, 1),
-        "log_decay": torch.ones(1),
-        "a": torch.ones(2, 2, 1, 4),
-        "b": torch.ones(2, 2, 1, 4),
-        "scale": 1.0,
-    }
+        "q": torch.ones(2, 2, 1, 4), "k": torch.ones(2, 6, 1, 4), "v": torch.ones(2, 6, 1, 4),
+        "beta": torch.ones(2, 6, 1), "log_decay": torch.ones(1), "a": torch.ones(2, 2, 1, 4),
+        "b": torch.ones(2, 2, 1, 4), "scale": 1.0,
+    }  # fmt: skip
     silent = silence_padding(given, real, n_steps=n_steps)
     for name in ("k", "v", "beta", "log_decay", "a", "b"):
         x = silent[name]

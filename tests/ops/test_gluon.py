@@ -422,16 +422,21 @@ def test_a_free_erase_is_refused() -> None:
     assert "got a free one" in (stage.why_not_form(inputs) or "")
 
 
+def stage_says(monkeypatch, **answers: object) -> None:
+    """What functions of the stage answer, whatever they are asked."""
+    for name, answer in answers.items():
+        monkeypatch.setattr(stage, name, lambda *_, answer=answer: answer)
+
+
 @pytest.mark.parametrize("erase", ["none", "tied"])
 def test_channels_are_taken_where_programs_fill_the_gpu(erase, monkeypatch) -> None:
     inputs = inputs_of(case_of("channel", erase))
     plan = new_plan(inputs)
     assert not stage.pays(inputs, plan)
-    for name, found in {"why_not": None, "multiprocessors": 132}.items():
-        monkeypatch.setattr(stage, name, lambda *_, found=found: found)
+    stage_says(monkeypatch, why_not=None, multiprocessors=132)
     assert not stage.pays(inputs, plan), "two programs"
     assert "for so few" in stage.place_in_order(inputs)
-    monkeypatch.setattr(stage, "multiprocessors", lambda *_: 2)
+    stage_says(monkeypatch, multiprocessors=2)
     assert stage.pays(inputs, plan)
     assert stage.pays(inputs, plan, save=True)
 
@@ -445,8 +450,7 @@ def test_it_keeps_out_of_calls_that_do_not_depend_on_the_batch() -> None:
 
 
 def test_two_writes_a_token_are_taken_where_no_gradient_is_asked_for(monkeypatch) -> None:
-    for name, found in {"why_not": None, "fills": True}.items():
-        monkeypatch.setattr(stage, name, lambda *_, found=found: found)
+    stage_says(monkeypatch, why_not=None, fills=True)
     twice = inputs_of(case_of(n_steps=2))
     assert stage.pays(twice, new_plan(twice))
     assert not stage.pays(twice, new_plan(twice), save=True)
@@ -454,8 +458,7 @@ def test_two_writes_a_token_are_taken_where_no_gradient_is_asked_for(monkeypatch
 
 
 def test_heads_are_taken_in_parts_where_the_parts_fill_the_gpu(monkeypatch) -> None:
-    for name, found in {"why_not": None, "multiprocessors": 132}.items():
-        monkeypatch.setattr(stage, name, lambda *_, found=found: found)
+    stage_says(monkeypatch, why_not=None, multiprocessors=132)
     runs = []
     monkeypatch.setattr(gradient_stage, "runs", lambda call: bool(runs))
     few, many = (
@@ -483,10 +486,8 @@ def test_heads_are_taken_in_parts_where_the_parts_fill_the_gpu(monkeypatch) -> N
 
 
 def test_nobody_is_given_unasked_what_no_gpu_has_timed(monkeypatch) -> None:
-    for name, found in {"why_not": None, "fills": True, "STEPS_TIMED": 1}.items():
-        monkeypatch.setattr(
-            stage, name, found if name == "STEPS_TIMED" else lambda *_, found=found: found
-        )
+    stage_says(monkeypatch, why_not=None, fills=True)
+    monkeypatch.setattr(stage, "STEPS_TIMED", 1)
     once, twice = (inputs_of(case_of(n_steps=n)) for n in (1, 2))
     assert stage.pays(once, new_plan(once))
     assert not stage.pays(twice, new_plan(twice))

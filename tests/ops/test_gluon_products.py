@@ -179,8 +179,7 @@ def test_a_role_that_does_not_wait_for_tensor_memory_is_seen(
 
 
 def test_nobody_is_given_them_on_sm_100_unasked(monkeypatch) -> None:
-    for name, found in {"why_not": None, "fills": True}.items():
-        monkeypatch.setattr(stage, name, lambda *_, found=found: found)
+    forward.stage_says(monkeypatch, why_not=None, fills=True)
     inputs = forward.inputs_of(forward.case_of())
     plan = stage.make_plan(inputs)
     assert stage.pays(inputs, plan)

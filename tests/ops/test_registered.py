@@ -66,14 +66,10 @@ def test_wrong_offsets_are_refused_in_compiled_code_too(offsets: list[int]) -> N
 @pytest.mark.parametrize(
     ("decay", "erase", "n_steps", "lengths"),
     [
-        ("none", "none", 1, None),
-        ("head", "tied", 2, None),
-        ("channel", "tied", 1, (4, 0, 5)),
-        ("none", "tied", 3, (9,)),
-        ("head", "free", 1, None),
-        ("channel", "free", 1, (4, 0, 5)),
+        ("none", "none", 1, None), ("head", "tied", 2, None), ("channel", "tied", 1, (4, 0, 5)),
+        ("none", "tied", 3, (9,)), ("head", "free", 1, None), ("channel", "free", 1, (4, 0, 5)),
     ],
-)
+)  # fmt: skip
 def test_a_call_that_nothing_watches_equals_the_operator(decay, erase, n_steps, lengths) -> None:
     case = make_case(decay, erase, n_steps=n_steps, lengths=lengths, **SMALL)
     d_o, d_state = weights(case)
