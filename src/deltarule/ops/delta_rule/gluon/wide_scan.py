@@ -29,7 +29,7 @@ from deltarule.ops.delta_rule.gluon.inverse import PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, straight
 from deltarule.ops.delta_rule.gluon.movers import load, store
 from deltarule.ops.delta_rule.triton.tiles import SCALING, SCALINGS
-from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
+from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, present, square
 
 # Keys of a head, and rows of its state that a program has.
 K, V = gl.constexpr(256), gl.constexpr(128)
@@ -278,35 +278,21 @@ def wide_scan_kernel(
         BACK, TIED, chunk_decay is not None, SCALED, ENDS, PARTS, GROUP, first is not None,
         int(states is not None), int(errors is not None), int(values is not None), False,
     )  # fmt: skip
-    if ENDS != "packed":
-        cu_seqlens = T
-    work, _ = stretch_of(cu_seqlens, T, programs, 0, FORM)
+    work, _ = stretch_of(present(cu_seqlens, T), T, programs, 0, FORM)
     state = gl.program_id(0).to(gl.int64) * (V * K)
     last += state
-    # What is not there is another thing that nobody touches.
     if FORM.GIVEN:
         first += state
-    else:
-        first = last
-    if not FORM.OUT:
-        values = v
-    if not FORM.STATES:
-        states = v
-    if not FORM.ERRORS:
-        errors = v
-    if corrections is None:
-        corrections = scores
-    if scalings is None:
-        scalings = scores
-    if not FORM.DECAY:
-        chunk_decay = last
+    first, chunk_decay = present(first, last), present(chunk_decay, last)
+    corrections, scalings = present(corrections, scores), present(scalings, scores)
     tiles = new_tiles(k.dtype)
     barriers = Barriers(
         new_barrier(2, 1), new_barrier(2, 1), new_barrier(1, 1), new_barrier(1, 1),
         new_barrier(1, 1), new_barrier(1, 1),
     )  # fmt: skip
     barrier()
-    shared, out = (tiles, barriers, work), Out(states, errors, values)
+    shared = tiles, barriers, work
+    out = Out(present(states, v), present(errors, v), present(values, v))
     gl.warp_specialize(
         [
             (compute_role, (shared, (chunk_decay, first, last), out, scale, FORM)),
