@@ -61,7 +61,7 @@ def can(inputs: Inputs, goal: str) -> bool:
 
 def run(call: Call, goal: str, start: Tensor | None, end: Tensor, o: Tensor | None = None) -> None:
     """Go through all stretches whose ends are wanted, from `start` to `end` (segment_scan.py)."""
-    own = {"start": start, "o": o, "end": end}
+    own: dict[str, Any] = {"start": start, "o": o, "end": end}
     own["per_stretch"] = call.plan.per_segment or blocks(call.inputs.q.shape[1], CHUNK.value)
     if goal == "ends":
         own |= {"q": None, "scores": None}

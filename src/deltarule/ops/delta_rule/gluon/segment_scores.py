@@ -90,14 +90,13 @@ def segment_scores_kernel(
     saved = Saved(scores, scores, scores, scores, corrections, scalings, chunk_decay)
     FORM: gl.constexpr = Form(True, True, False, "whole", SAVE=True, SCORES=True)
     own, places = (tiles, barriers, place, saved), score_places(CHUNK, True, False)
-    beside = Barriers(full, empty, unused, unused, unused, unused)
-    beside = tiles, beside, place, saved
+    of_gates = tiles, Barriers(full, empty, unused, unused, unused, unused), place, saved
     given = log_decay, beta, chunk_decay, s_decay_t, s_beta_t, 0, scale, log_scale
     gl.warp_specialize(
         [
             (pair_role, (own, (full, empty), scale, places, FORM)),
             (load_role, (own, (q, k, q), K, 0, 1, FORM)),
-            (gate_role, (beside, given, 2, FORM)),
+            (gate_role, (of_gates, given, 2, FORM)),
         ],
         [1, 1],
         [REGISTERS, REGISTERS],

@@ -179,8 +179,7 @@ def new_gradients(call: Call) -> None:
 
 
 def scores(call: Call) -> None:
-    fused = plan.segment_scan(call, "scores")
-    by_head = head_scores if fused is None else fused.scores
+    by_head = getattr(plan.segment_scan(call, "scores"), "scores", head_scores)
     (channel_stages.scores if call.inputs.by_channel else by_head)(call)
 
 
@@ -190,8 +189,8 @@ def scan(call: Call, output: bool) -> tuple[Tensor | None, Tensor]:
     o = call.empty(inputs.output_shape, inputs.v.dtype) if output else None
     final = call.empty(inputs.state_shape)
     start = first_states(call) if call.plan.per_segment else inputs.initial_state
-    fused = plan.segment_scan(call, "outputs") if output and call["states"] is None else None
-    if fused is not None:
+    alone = output and call["states"] is None
+    if alone and (fused := plan.segment_scan(call, "outputs")) is not None:
         fused.run(call, "outputs", start, final, o)
         return o, final
     room = {"o": o, "states": call["states"], "errors": call["errors"]}

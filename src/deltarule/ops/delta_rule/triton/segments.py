@@ -89,8 +89,8 @@ def segment_starts(call: Call, boundary: Tensor | None, ends: Tensor, backwards:
     grid = blocks(value_size, rows) * one_tile, 1, 1
     given = {"boundary": boundary, "ends": ends, "transitions": transitions, "starts": starts}
     kind = {"DIAGONAL": call.inputs.erase == "none", "REVERSED": backwards}
-    kind |= {"ROWS": transitions.shape[2], "OPEN": call["join"] is not None, "BV": rows}
-    call.launch(segment_starts_kernel, grid, CONFIG | given | kind)
+    kind |= {"ROWS": transitions.shape[2], "OPEN": call["join"] is not None}
+    call.launch(segment_starts_kernel, grid, {**CONFIG, **given, **kind, "BV": rows})
     return starts
 
 
