@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 import deltarule
-from deltarule.ops.delta_rule.triton.tiles import row_names
+from deltarule.ops.runtime.rows import row_names
 
 FOLDER = Path(deltarule.__file__).parent
 KERNELS = [file for file in sorted(FOLDER.rglob("*.py")) if "jit" in file.read_text()]

@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds
 from deltarule.ops.delta_rule.gluon.movers import framed, load, place_of_rows, store
-from deltarule.ops.delta_rule.triton.tiles import row_names
 from deltarule.ops.runtime.gluon_tiles import square
+from deltarule.ops.runtime.rows import row_names
 
 # Rows of what roles leave each other in shared memory.
 #

@@ -7,7 +7,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from deltarule.ops.delta_rule.triton.tiles import row_names
+from deltarule.ops.runtime.rows import row_names
 
 # Rows of a chunk: those of one warpgroup's product. With n writes a token, a token has n rows.
 CHUNK = gl.constexpr(64)

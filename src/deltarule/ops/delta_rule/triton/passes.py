@@ -22,7 +22,7 @@ from deltarule.ops.delta_rule.triton import channel_stages, plan, windows
 from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Layout, Shapes, gradients_of
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.scores import head_scores, score_shapes
-from deltarule.ops.delta_rule.triton.segments import first_states, last_gradients
+from deltarule.ops.delta_rule.triton.segments import first_states, last_gradients, segment_scan
 from deltarule.ops.delta_rule.triton.tiles import inverse_norm, unit_norm_backward
 from deltarule.ops.delta_rule.triton.windows import Windows
 from deltarule.ops.runtime.launch import ALIGNED, compiled_together
@@ -179,7 +179,8 @@ def new_gradients(call: Call) -> None:
 
 
 def scores(call: Call) -> None:
-    by_head = getattr(plan.segment_scan(call, "scores"), "scores", head_scores)
+    fused = plan.on_hopper(call.inputs.q) and segment_scan(call, "scores")
+    by_head = fused.scores if fused else head_scores
     (channel_stages.scores if call.inputs.by_channel else by_head)(call)
 
 
@@ -189,8 +190,8 @@ def scan(call: Call, output: bool) -> tuple[Tensor | None, Tensor]:
     o = call.empty(inputs.output_shape, inputs.v.dtype) if output else None
     final = call.empty(inputs.state_shape)
     start = first_states(call) if call.plan.per_segment else inputs.initial_state
-    alone = output and call["states"] is None
-    if alone and (fused := plan.segment_scan(call, "outputs")) is not None:
+    alone = output and call["states"] is None and plan.on_hopper(inputs.q)
+    if alone and (fused := segment_scan(call, "outputs")):
         fused.run(call, "outputs", start, final, o)
         return o, final
     room = {"o": o, "states": call["states"], "errors": call["errors"]}

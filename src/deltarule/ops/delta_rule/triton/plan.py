@@ -314,15 +314,6 @@ def gradients_of(call: Call, window: Window = WHOLE) -> Any:
     return gradients
 
 
-def segment_scan(call: Call, goal: str) -> Any:
-    """The module of a scan as one kernel with roles, where it is taken; else None."""
-    if not on_hopper(call.inputs.q):
-        return None
-    from deltarule.ops.delta_rule.gluon import segment_scan_stage
-
-    return segment_scan_stage if segment_scan_stage.takes(call, goal) else None
-
-
 def full_tiles(inputs: Inputs, plan: Plan, block: int) -> bool:
     """Whether every tile of the scan is full, so that a copy engine may fetch it."""
     sizes, (batch, tokens) = plan.sizes, inputs.q.shape[:2]

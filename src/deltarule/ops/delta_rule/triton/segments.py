@@ -9,11 +9,13 @@ Backwards D_end of the segment before = D_end A^T + (D_start from zero), from th
 A program keeps BV rows of one head's state and goes through the segments of a sequence.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltarule.ops.delta_rule.triton.plan import Call, blocks, on_hopper, segment_scan
+from deltarule.ops.delta_rule.triton.plan import Call, blocks, on_hopper
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.tiles import state_tile
 from deltarule.ops.runtime.launch import multiprocessors
@@ -94,10 +96,19 @@ def segment_starts(call: Call, boundary: Tensor | None, ends: Tensor, backwards:
     return starts
 
 
+def segment_scan(call: Call, goal: str) -> Any:
+    """The module of a scan as one kernel with roles, where it is taken; else None."""
+    if not on_hopper(call.inputs.q):
+        return None
+    from deltarule.ops.delta_rule.gluon import segment_scan_stage
+
+    return segment_scan_stage if segment_scan_stage.takes(call, goal) else None
+
+
 def leave_ends(call: Call) -> None:
     """What the segments leave, with their transitions."""
     initial = None if call["join"] else call.inputs.initial_state
-    if (fused := segment_scan(call, "ends")) is not None:
+    if fused := segment_scan(call, "ends"):
         fused.run(call, "ends", initial, call["ends"])
         return
     scan_through(call, {"initial_state": initial, "final_state": call["ends"]}, ends=True)
@@ -116,7 +127,7 @@ def first_states(call: Call) -> Tensor:
 def leave_ends_back(call: Call) -> Tensor:
     d_ends = call.empty((len(call["ends"]), *call.inputs.state_shape[1:]))
     d_final = None if call["join"] else call["d_final"]
-    if (fused := segment_scan(call, "back")) is not None:
+    if fused := segment_scan(call, "back"):
         fused.run(call, "back", d_final, d_ends)
         return d_ends
     scan_back(call, {"d_final": d_final, "d_initial": d_ends}, ends=True)

@@ -5,14 +5,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-
-def row_names(names: str) -> tl.constexpr:
-    """Numbers of rows by their names, as one constant, which Triton's keys of kernels hold."""
-    found = tl.constexpr(namedtuple("Rows", names)(*range(len(names.split()))))
-    # Triton looks for names in its value, its keys and its interpreter do in the constant.
-    found.__dict__ |= found.value._asdict()
-    return found
-
+from deltarule.ops.runtime.rows import row_names
 
 # Rows of the scalings [M, HV, SCALINGS, BT] of a chunk; the last two are the sums of its decays.
 SCALING, SCALINGS = row_names("READ ERASE WRITE BETA WHOLE REST"), tl.constexpr(6)
