@@ -46,11 +46,11 @@ def cut_inputs(inputs: ScanInputs, window: Window, size: int) -> Chunks:
 
 def for_heads(inputs: ScanInputs, rows: Callable[[Tensor], Tensor]) -> Chunks:
     """The arguments as rows [M, heads, C, channels] of every value head."""
-    heads, found = inputs.v.shape[2], dict[str, Any]()
+    found: dict[str, Any] = {}
     for name, x in zip(inputs._fields[:8], inputs[:8], strict=True):
         if x is not None:
             wide = x.to(inputs.dtype) if x.ndim == 3 else rows(x)
-            sharing = 1 if x.ndim == 3 else heads // x.shape[2]
+            sharing = 1 if x.ndim == 3 else inputs.v.shape[2] // x.shape[2]
             found[name] = wide if sharing == 1 else wide.repeat_interleave(sharing, dim=1)
     found["q"] = found["q"] * inputs.scale
     return inputs._replace(**found)
@@ -158,7 +158,7 @@ def read(chunks: Chunks, starts: Tensor) -> tuple[Tensor, Tensor]:
         # What is given stays as it was.
         kept = state.mul_(decay(chunks, t)) if t else state * decay(chunks, t)
         state = kept.addcmul_(write[:, :, t, :, None], at(chunks.k, t))
-        torch.sum(state * at(chunks.q, t), dim=-1, out=o[:, :, t])
+        o[:, :, t] = (state * at(chunks.q, t)).sum(-1)
     return o, state
 
 
