@@ -1,6 +1,8 @@
 """A training step as one call: the numbers of the loop written out, skipped where not finite."""
 
+import contextlib
 import copy
+import gc
 import math
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ from torch import nn
 
 from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss
 from deltarule.nn.linears import adjoin
+from deltarule.ops.runtime.capture import capturing
 from deltarule.train.optimizer import OptimizerOptions, make_optimizer
 from deltarule.train.step import MOST, WARM_UP, Captured, TrainingStep, set_rate
 
@@ -98,6 +101,15 @@ def test_a_step_that_is_not_finite_changes_nothing():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], foreach=True)
     with pytest.raises(ValueError, match="fused=True"):
         TrainingStep(torch.sum, optimizer)
+
+
+def test_no_garbage_is_collected_within_a_capture(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    seen = []
+    with contextlib.suppress(KeyError), capturing(None):
+        seen.append(gc.isenabled())
+        raise KeyError
+    assert [*seen, gc.isenabled()] == [False, True]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,7 @@ from deltarule.models.sampling import Sampling, chosen
 from deltarule.nn import ModelState
 from deltarule.nn.state import DraftedState, LentState
 from deltarule.ops.dispatch import triton_missing
+from deltarule.ops.runtime.capture import capturing
 
 if TYPE_CHECKING:
     from deltarule.models.causal_lm import CausalLM
@@ -190,12 +191,8 @@ def record(
     All that it calls has been compiled before.
     """
     graph, device = torch.cuda.CUDAGraph(), model.embedding.weight.device
-    # Another thread of the process may use the GPU meanwhile.
-    options: dict[str, Any] = {"capture_error_mode": "thread_local"}
-    options["stream"] = stream_of_captures(device)
-    if beside is not None:
-        options["pool"] = beside.pool()
-    with torch.cuda.device(device), torch.cuda.graph(graph, **options), as_written(model):
+    pool, stream = beside and beside.pool(), stream_of_captures(device)
+    with torch.cuda.device(device), capturing(graph, pool, stream), as_written(model):
         run()
     return graph
 

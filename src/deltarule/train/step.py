@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deltarule.nn.linears import MOVES
 from deltarule.ops.dispatch import is_plain_eager
+from deltarule.ops.runtime.capture import capturing
 from deltarule.train.optimizer import EPSILON, gradient_norm
 
 Part = Sequence[Tensor]
@@ -169,8 +170,7 @@ class TrainingStep:
             self.pool = torch.cuda.graph_pool_handle()
         mine = [[x.clone() for x in part] for part in parts]
         graph = torch.cuda.CUDAGraph()
-        # Another thread of the process may draw and send batches meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        with capturing(graph, self.pool):
             report = self.eager(mine)
         return Captured(graph, mine, report)
 
