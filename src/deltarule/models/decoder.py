@@ -191,8 +191,12 @@ def record(
     All that it calls has been compiled before.
     """
     graph, device = torch.cuda.CUDAGraph(), model.embedding.weight.device
-    pool, stream = beside and beside.pool(), stream_of_captures(device)
-    with torch.cuda.device(device), capturing(graph, pool, stream), as_written(model):
+    pool = None if beside is None else beside.pool()
+    with (
+        torch.cuda.device(device),
+        capturing(graph, pool, stream_of_captures(device)),
+        as_written(model),
+    ):
         run()
     return graph
 

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -10,7 +11,7 @@ import torch
 @contextlib.contextmanager
 def capturing(
     graph: torch.cuda.CUDAGraph,
-    pool: tuple[int, int] | None = None,
+    pool: Any = None,
     stream: torch.cuda.Stream | None = None,
 ) -> Iterator[None]:
     """Record what runs inside; another thread may use the GPU, and no garbage is collected.
