@@ -1,1 +1,1 @@
-"""What every Triton kernel is launched with: launchers, replays, compilation, the machine."""
+"""What kernels are launched with: launchers, replays, captures, compilation, the machine."""
