@@ -374,6 +374,8 @@ def test_equal_keys_are_equal_plans(monkeypatch) -> None:
         call(beta=torch.rand(1, 2, 128).mT.bfloat16()),
         call(log_decay=torch.zeros(2).expand(1, 128, 2)),
     ]  # fmt: skip
+    # The first call of a process has kernels compiled that later ones may not need.
+    constants(call(), monkeypatch)
     for other in same:
         assert launch.plan_key(other) == launch.plan_key(call())
         assert constants(other, monkeypatch) == constants(call(), monkeypatch)
