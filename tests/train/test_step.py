@@ -105,11 +105,18 @@ def test_a_step_that_is_not_finite_changes_nothing():
 
 def test_no_garbage_is_collected_within_a_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
-    seen = []
     with contextlib.suppress(KeyError), capturing(None):
-        seen.append(gc.isenabled())
+        seen = [gc.isenabled()]
         raise KeyError
-    assert [*seen, gc.isenabled()] == [False, True]
+    # As of two threads, of which the first to begin is the first to end.
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    seen.append(gc.isenabled())
+    for stack in (first, second):
+        stack.enter_context(capturing(None))
+    first.close()
+    seen.append(gc.isenabled())
+    second.close()
+    assert [*seen, gc.isenabled()] == [False, True, False, True]
 
 
 @pytest.fixture

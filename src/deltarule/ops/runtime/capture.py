@@ -2,10 +2,15 @@
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+LOCK = threading.Lock()
+# Whether garbage was collected, as each capture under way found it.
+collected: list[bool] = []
 
 
 @contextlib.contextmanager
@@ -18,11 +23,14 @@ def capturing(
 
     An earlier graph may be part of that garbage, and CUDA ends a capture in which one is freed.
     """
-    collects = gc.isenabled()
-    gc.disable()
+    with LOCK:
+        collected.append(gc.isenabled())
+        gc.disable()
     try:
         with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             yield
     finally:
-        if collects:
-            gc.enable()
+        # The last of several threads to leave takes what the first one found.
+        with LOCK:
+            if collected.pop():
+                gc.enable()
