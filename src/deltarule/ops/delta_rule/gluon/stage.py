@@ -114,7 +114,7 @@ def why_not_form(inputs: Inputs) -> str | None:
             f"{STEP}, where V may be equal parts of a head's, got {sizes}"
         )
     if inputs.by_channel and q.dtype != torch.bfloat16:
-        return f"the fused kernel of decays per channel takes bfloat16 for its range, got {q.dtype}"
+        return f"decays per channel need the range of bfloat16, got {q.dtype}"
     if q.dtype != torch.bfloat16 and (q.dtype != torch.float16 or inputs.beta is not None):
         return (
             "the fused kernel rounds to 16 bits what an erase needs more digits of in float16: it "
