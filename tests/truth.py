@@ -42,6 +42,13 @@ class Kind(NamedTuple):
         return make_case(self.decay, self.erase, **(sizes | options)).to(self.dtype)
 
 
+# What one kernel takes by its flags, where decays are per head.
+PER_HEAD = [
+    Kind(decay, erase, 1, torch.bfloat16)
+    for decay in ("none", "head") for erase in ("none", "tied")
+]  # fmt: skip
+
+
 def call(case: Case, x: Tensors, **options: object) -> RecurrentOutput:
     """Call the operator that has this erase; offsets come on the device."""
     # Not where a graph is captured, into which nothing can be copied from the CPU.

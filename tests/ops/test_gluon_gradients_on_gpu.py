@@ -9,6 +9,7 @@ from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.dispatch import forget_calls
 from oracle import check_fused_gradients
 from truth import (
+    PER_HEAD,
     Drawn,
     Kind,
     assert_same,
@@ -22,11 +23,6 @@ from truth import (
 )
 
 pytestmark = pytest.mark.gpu
-
-KINDS = [
-    Kind(decay, erase, 1, torch.bfloat16)
-    for decay in ("none", "head") for erase in ("none", "tied")
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,7 +48,7 @@ def always(request, monkeypatch) -> Iterator[None]:
     forget_calls()
 
 
-@pytest.fixture(params=KINDS, ids=str)
+@pytest.fixture(params=PER_HEAD, ids=str)
 def kind(request) -> Kind:
     return request.param
 
@@ -84,7 +80,7 @@ def test_gradients_lie_where_states_were_unless_a_graph_is_kept(kind) -> None:
     drawn = drawn_of(kind, batch=2, normalize_qk=True)
     case, names = drawn.case, drawn.case.present()
     leaves = {name: case.tensors[name].detach().requires_grad_() for name in names}
-    lent = SIZES["heads"] == SIZES["value_heads"] and kind != KINDS[0]
+    lent = SIZES["heads"] == SIZES["value_heads"] and kind != PER_HEAD[0]
     expected = None
     # Of the first calls some plan, some record, and some repeat.
     for _ in range(4):

@@ -10,6 +10,7 @@ from deltarule.ops.dispatch import forget_calls
 from oracle import check_fused, check_fused_gradients
 from truth import (
     FORMS,
+    PER_HEAD,
     Drawn,
     Kind,
     assert_same,
@@ -23,10 +24,6 @@ from truth import (
 
 pytestmark = pytest.mark.gpu
 
-KINDS = [
-    Kind(decay, erase, 1, torch.bfloat16)
-    for decay in ("none", "head") for erase in ("none", "tied")
-]  # fmt: skip
 SIZES = {"key_size": 256, "value_size": 256, "heads": 2, "value_heads": 2}
 
 
@@ -48,7 +45,7 @@ def taken(monkeypatch) -> Iterator[list[bool]]:
     forget_calls()
 
 
-@pytest.fixture(params=KINDS, ids=str)
+@pytest.fixture(params=PER_HEAD, ids=str)
 def kind(request) -> Kind:
     return request.param
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, straight
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES
 from deltarule.ops.delta_rule.gluon.segment_scan import segment_scan_kernel
 from deltarule.ops.delta_rule.gluon.segment_scores import segment_scores_kernel
-from deltarule.ops.delta_rule.gluon.stage import HOPPER, architecture_at
+from deltarule.ops.delta_rule.gluon.stage import HOPPER, ForwardLaunch, architecture_at
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import Call, blocks
 from deltarule.ops.runtime.gluon_tiles import FusedLaunch
@@ -21,13 +21,6 @@ SIZES = (128, 128)
 AVERAGE, STATE = 168, 240
 # Chunks in shared memory, as many as there is room for.
 SLOTS = {"ends": 4, "outputs": 3, "back": 3}
-
-
-class ScanLaunch(FusedLaunch):
-    """Scalings of rows lie one after the other."""
-
-    def layout(self, name: str, rank: int, bits: int) -> Any:
-        return straight(rank, bits) if name == "scalings" else super().layout(name, rank, bits)
 
 
 def takes(call: Call, goal: str) -> bool:
@@ -118,4 +111,4 @@ def scan_launch(call: Call, goal: str) -> FusedLaunch:
         "K": keys, "V": values, "PARTS": call.once(parts, goal), "SLOTS": SLOTS[goal],
         "GOAL": goal, "REGISTERS": STATE, "num_warps": 4, "maxnreg": AVERAGE,
     }  # fmt: skip
-    return ScanLaunch(segment_scan_kernel, constants, tiles)
+    return ForwardLaunch(segment_scan_kernel, constants, tiles)
