@@ -174,3 +174,5 @@ def test_streams_empty_prompts_and_states_that_are_refused(make_model):
         model.generate([[]], max_new_tokens=1, state=model.init_state(1))
     with pytest.raises(ValueError, match=r"state must hold 3 rows, one a sequence, got \[2\]"):
         model.generate([[1]] * 3, max_new_tokens=1, state=model.init_state(2))
+    with pytest.raises(ValueError, match="batch_size must be an integer of 0 or more, got -1"):
+        model.init_state(-1)

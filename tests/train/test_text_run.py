@@ -91,6 +91,8 @@ def test_a_text_ends_after_a_stop_word_however_its_tokens_fall(folder, capsys):
     options = {"prompt": "9", "max_new_tokens": 60, "seed": 3}
     generate_text(GenerateRun(folder, **options))
     whole = capsys.readouterr().out
+    generate_text(GenerateRun(folder, **options, draft=4))
+    assert capsys.readouterr().out == whole
     for start, end in ((9, 10), (7, 12), (3, 20)):
         word = whole[start:end]
         generate_text(GenerateRun(folder, **options, stop=("never this", word)))

@@ -19,6 +19,7 @@ from deltarule.models.config import ModelConfig
 from deltarule.models.convert.layout import shapes_of, stored, written
 from deltarule.models.loss import next_token_loss
 from deltarule.nn import DeltaMixer, Experts, ModelState, SquaredReLU, SwiGLU
+from deltarule.nn.checks import check_integer
 from deltarule.nn.embedding import embedded
 from deltarule.nn.linears import linear, multiplied
 from deltarule.ops.context import Context
@@ -173,6 +174,7 @@ class CausalLM(nn.Module):
 
     def init_state(self, batch_size: int) -> ModelState:
         """Return the state before the first token, for batch_size rows."""
+        check_integer("batch_size", batch_size, 0)
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         return ModelState(block.init_state(batch_size) for block in blocks)
 

@@ -45,6 +45,9 @@ class GenerateRun:
     """Draw among bytes at least this many times as likely as the likeliest; None means all."""
     repetition_penalty: float = 1.0
     """Above 1, what was written already is less likely."""
+    draft: int = 0
+    """Bytes, up to 15, that are guessed and read in one step: the same text, sooner where it
+    repeats itself."""
     seed: int | None = None
     """The same seed gives the same text; None draws a fresh one. Each further text takes the next
     one."""
@@ -113,6 +116,7 @@ def sample_text(model: CausalLM, run: GenerateRun, prompt: str, encoder: Encoder
         encoder.prompt(prompt), max_new_tokens=run.max_new_tokens, temperature=run.temperature,
         top_k=run.top_k, top_p=run.top_p, min_p=run.min_p,
         repetition_penalty=run.repetition_penalty, stop=[encoder.begin], seed=run.seed,
+        draft=run.draft,
     )  # fmt: skip
     longest = max(map(len, run.stop), default=0)
     before = ""
