@@ -117,6 +117,14 @@ def test_rows_drawn_in_chunks_keep_what_a_task_adds_to_them():
     assert not same(rows, draw_rows(task, None, seed=1, stream=EVALUATION, rows=CHUNK + 5))
 
 
+def test_rows_that_threads_draw_are_those_of_their_streams_in_order():
+    rows = draw_rows(mqar, TASK, seed=3, stream=7, rows=9 * CHUNK + 5)
+    for first in range(0, len(rows.tokens), CHUNK):
+        count = min(CHUNK, len(rows.tokens) - first)
+        part = mqar.generate(TASK, np.random.default_rng((3, 7 + first)), count)
+        assert same(Batch(*(x[first : first + count] for x in rows)), part)
+
+
 def test_a_fixed_set_is_seen_once_an_epoch_in_another_order():
     job = make_job(examples=25)
     job.examples = Batch(*[np.arange(25)[:, None]] * 2)

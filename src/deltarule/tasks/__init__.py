@@ -4,8 +4,10 @@
     generate(config, rng, rows)      a `Batch`: tokens and labels, int64; rng is all that is random
     show(config, rng)                one row to read
     measure(config, batch, guesses)  further figures of the likeliest tokens [rows, length]
+    THREADS                          how many may draw rows at once, each with its own rng
 
-of which the last stands only where accuracy says too little.
+of which the fourth stands only where accuracy says too little, and the last only where rows are
+drawn by NumPy: threads of Python's own loops hold each other up.
 """
 
 import importlib

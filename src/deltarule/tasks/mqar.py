@@ -18,6 +18,8 @@ Weights = NDArray[np.float64]
 
 # What fills the places between queries.
 BLANK = 0
+# Nearly all of a draw is NumPy's, which lets other threads go on; each of them holds 20 MB.
+THREADS = 8
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Rows are new ones at every step, or a fixed set in a new order every epoch.
 """
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -77,10 +78,14 @@ def draw_rows(task: ModuleType, config: Any, *, seed: int, stream: int, rows: in
 
     `stream` says which random numbers, 0 or more; `rows` streams from there on are used up.
     """
-    parts = [
-        task.generate(config, np.random.default_rng((seed, stream + i)), min(CHUNK, rows - i))
-        for i in range(0, rows, CHUNK)
-    ]
+
+    def part(i: int) -> Batch:
+        rng = np.random.default_rng((seed, stream + i))
+        return task.generate(config, rng, min(CHUNK, rows - i))
+
+    threads = getattr(task, "THREADS", 1)
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, threads)) as pool:
+        parts = list(pool.map(part, range(0, rows, CHUNK)))
     return type(parts[0])(*map(np.concatenate, zip(*parts, strict=True)))
 
 
