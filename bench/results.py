@@ -26,7 +26,10 @@ FORMAT = 1
 # Names of the two passes in a row, and for a reader.
 FORWARD, BOTH = "forward", "forward_backward"
 PASSES = {FORWARD: "forward", BOTH: "forward + backward"}
-PACKAGES = ["triton", "flash-linear-attention", "flash-qla", "tilelang", "flashinfer-python"]
+PACKAGES = [
+    "triton", "flash-linear-attention", "flash-qla", "tilelang", "flashinfer-python",
+    "nvidia-cutlass-dsl",
+]  # fmt: skip
 
 
 def new_report(arguments: Sequence[str], program: str = "deltarule") -> Row:
