@@ -128,10 +128,16 @@ def fake_measured(calls):
     return measured_apart
 
 
-def test_a_whole_run_leaves_figures_and_a_picture(monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def calls(monkeypatch):
+    """What is measured, by which peer, without a GPU."""
     calls = []
     monkeypatch.setattr(command, "measured_apart", fake_measured(calls))
     monkeypatch.setattr(command, "need_gpu", lambda: None)
+    return calls
+
+
+def test_a_whole_run_leaves_figures_and_a_picture(calls, tmp_path, capsys):
     output = tmp_path / "new folder" / "bench.json"
     peers, kinds = ("deltarule", "fla"), ("time", "error", "cold")
     command.bench(BenchRun(op=("gdn",), peer=peers, quick=True, output=output, measure=kinds))
@@ -158,10 +164,7 @@ def test_a_whole_run_leaves_figures_and_a_picture(monkeypatch, tmp_path, capsys)
     assert calls[2][2] == dict(adapters.PEERS["fla"].environment)
 
 
-def test_a_run_of_the_model(monkeypatch, tmp_path):
-    calls = []
-    monkeypatch.setattr(command, "measured_apart", fake_measured(calls))
-    monkeypatch.setattr(command, "need_gpu", lambda: None)
+def test_a_run_of_the_model(calls, tmp_path):
     output = tmp_path / "model.json"
     command.bench_model(ModelBenchRun(peer=("deltarule", "fla"), batch=(8,), output=output))
     rows = json.loads(output.read_text())["rows"]

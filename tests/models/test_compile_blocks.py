@@ -21,12 +21,7 @@ def test_equal_blocks_are_compiled_once(name, make_model, random_tokens):
 
     expected = loss()
     gradients = torch.autograd.grad(expected, list(model.parameters()))
-
-    def backend(graph, example):
-        compiled.append(graph)
-        return graph.forward
-
-    compile_blocks(model, backend=backend)
+    compile_blocks(model, backend=lambda graph, _: compiled.append(graph) or graph.forward)
     for _ in range(2):
         value = loss()
         found = torch.autograd.grad(value, list(model.parameters()))
@@ -42,12 +37,7 @@ def test_generation_compiles_nothing(make_model, random_tokens):
     model, prompts, compiled = make_model(layer_types="gated_deltanet"), [[1, 2], [3] * 20], []
     options = {"max_new_tokens": 4, "seed": 0}
     expected = [model.generate(prompts, draft=draft, **options) for draft in (0, 2)]
-
-    def backend(graph, example):
-        compiled.append(graph)
-        return graph.forward
-
-    compile_blocks(model, backend=backend)
+    compile_blocks(model, backend=lambda graph, _: compiled.append(graph) or graph.forward)
     assert [model.generate(prompts, draft=draft, **options) for draft in (0, 2)] == expected
     assert compiled == []
     # Blocks are compiled again after it.

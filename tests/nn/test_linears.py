@@ -48,21 +48,23 @@ def test_outputs_and_gradients(read, small, monkeypatch):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def operators(x, modules):
+    """Names of what PyTorch runs in a forward and a backward pass."""
+    with torch.profiler.profile(acc_events=True) as profile:
+        sum(y.sum() for y in by_weights(x, modules, together)).backward()
+    return [event.name for event in profile.events()]
+
+
 def test_one_product_for_the_input_s_gradient_and_no_sum(monkeypatch):
     monkeypatch.setattr("deltarule.nn.linears.SMALL", 0)
     x, modules = built()
-    names = []
-    with torch.profiler.profile(acc_events=True) as profile:
-        sum(y.sum() for y in by_weights(x, modules, together)).backward()
-    names = [event.name for event in profile.events()]
+    names = operators(x, modules)
     assert names.count("aten::addmm_") == len(SIZES) - 1
 
 
-def test_small_weights_are_one_product(monkeypatch):
+def test_small_weights_are_one_product():
     x, modules = built()
-    with torch.profiler.profile(acc_events=True) as profile:
-        sum(y.sum() for y in by_weights(x, modules, together)).backward()
-    names = [event.name for event in profile.events()]
+    names = operators(x, modules)
     # One forward, one by the input, one by the weights, whose outputs are filled up to 24.
     assert names.count("aten::mm") == 3
     assert names.count("aten::addmm_") == 0

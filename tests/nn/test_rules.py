@@ -77,8 +77,7 @@ def test_row_describes_its_arguments(rule):
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_gates_are_computed_in_float32(rule):
-    p = projections_for(rule)
-    values = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
+    values = vars(projections_for(rule))
     narrow = {k: v.bfloat16() if torch.is_tensor(v) else v for k, v in values.items()}
     arguments = rule.arguments(Projections(**narrow))
     for name in ("q", "k", "v"):
@@ -92,8 +91,7 @@ def test_gates_are_computed_in_float32(rule):
 @pytest.mark.parametrize("logit", [-200.0, 0.0, 200.0])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_extreme_gates_are_finite_and_so_are_their_gradients(rule, logit, A_log):
-    p = projections_for(rule)
-    values = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
+    values = vars(projections_for(rule))
     tensors = {k: v.float() for k, v in values.items() if torch.is_tensor(v)}
     for name, x in tensors.items():
         if name.endswith("_logits"):

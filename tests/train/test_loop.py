@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -46,12 +47,8 @@ def same_bits(first, second):
 def test_a_compiled_run_compiles_its_steps_alone(tmp_path, monkeypatch):
     torch.compiler.reset()
     plain, compiled = make_trainer(tmp_path / "plain"), []
-
-    def backend(graph, example):
-        compiled.append(graph)
-        return graph.forward
-
-    blocks = lambda model: compile_blocks(model, backend=backend)  # noqa: E731
+    backend = lambda graph, _: compiled.append(graph) or graph.forward  # noqa: E731
+    blocks = partial(compile_blocks, backend=backend)
     monkeypatch.setattr("deltarule.train.loop.compile_blocks", blocks)
     trainer = make_trainer(tmp_path / "compiled", compile=True)
     assert plain.run()
