@@ -15,7 +15,6 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime._async_compile import active_mode
 
 from deltarule import delta_rule
-from deltarule.ops.delta_rule.gluon import gradient_stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.dispatch import forget_calls
@@ -135,7 +134,6 @@ def test_a_forward_that_saves_compiles_the_backward_too(decay, monkeypatch) -> N
     # A call on the CPU taken for one on a GPU.
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(gradient_stage, "architecture_at", lambda index: 80)
     monkeypatch.setattr(passes, "compiled_together", lambda run, kind: run())
     q, k, v = torch.randn(3, 1, 70, 2, 16).unbind()
     size = {"none": None, "head": (1, 70, 2), "channel": (1, 70, 2, 16)}[decay]

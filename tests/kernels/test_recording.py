@@ -24,7 +24,7 @@ from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.adjoined import adjoin_projections
 from deltarule.ops import dispatch, fused_kernels, operators
 from deltarule.ops.delta_rule import repeated
-from deltarule.ops.delta_rule.gluon import gradient_stage, stage
+from deltarule.ops.delta_rule.gluon import stage
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import channel_stages, passes
@@ -119,7 +119,6 @@ def runs(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(passes, "compiled_together", lambda run, kind: None)
-    monkeypatch.setattr(gradient_stage, "architecture_at", lambda index: 80)
     forget_calls()
     named.launches.clear()
     yield runs

@@ -162,3 +162,21 @@ def test_scores_are_those_of_the_definition(programs, monkeypatch) -> None:
     for name in names:
         bar = 1e-5 if call[name].dtype == torch.float32 else 8e-3
         assert relative_rms(call[name], expected[name]) < bar, name
+
+
+def test_a_plan_is_asked_once_and_a_call_for_its_scale_and_company_each_time(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(segment_scan_stage, "suits", lambda call, goal: not asked.append(goal))
+    call = call_of(case_of(tokens=CHUNK))
+    turned = plan.Call(call.inputs._replace(scale=-1.0), call.plan, call.given)
+    joined = plan.Call(call.inputs, call.plan, call.given)
+    joined.values["join"] = object()
+    of = segment_scan_stage.takes
+    assert not of(turned, "scores")
+    assert of(call, "scores")
+    assert of(call, "scores")
+    assert of(turned, "outputs")
+    assert not of(joined, "ends")
+    assert of(call, "ends")
+    assert not of(turned, "scores")
+    assert asked == ["scores", "outputs", "ends"]

@@ -22,8 +22,6 @@ from deltarule.ops.delta_rule.gluon.gradients import fused_gradients_kernel
 from deltarule.ops.delta_rule.gluon.memory import CHUNK
 from deltarule.ops.delta_rule.gluon.stage import (
     CHANNEL_SIZES,
-    HOPPER,
-    architecture_at,
     has_tensor_memory,
     norms_of,
     of_heads,
@@ -110,10 +108,8 @@ def keeps_tiles(inputs: Inputs, per_segment: int) -> bool:
 
 
 def runs(call: Call) -> bool:
-    """Whether the first takes this call: like the others, a function of shapes, types and GPU."""
-    q = call.inputs.q
-    hopper = q.is_cuda and architecture_at(q.device.index or 0) == HOPPER
-    return stage.TRAINING and hopper and can(call.inputs) and has_pairs(call)
+    """Whether on Hopper the first takes this call: like the others by shapes, types and GPU."""
+    return stage.TRAINING and call.inputs.q.is_cuda and can(call.inputs) and has_pairs(call)
 
 
 def takes_channels(call: Call) -> bool:

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, product, straight
 from deltarule.ops.delta_rule.triton.tiles import SCALING
-from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, square
+from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, present, square
 
 # Tiles that the copy engine moves have a power of two of rows: scalings come two by two.
 PAIRS = gl.constexpr(3)
@@ -305,10 +305,7 @@ def segment_scan_kernel(
         new_barrier(SLOTS, 1), new_barrier(SLOTS, PARTS), new_barrier(PARTS, 1),
         new_barrier(PARTS, 1),
     )  # fmt: skip
-    if GOAL == "ends":
-        q, scores = k, corrections
-    if GOAL != "outputs":
-        o = v
+    q, scores, o = present(q, k), present(scores, corrections), present(o, v)
     first, last = (stretch, sequence) if GOAL == "outputs" else (sequence, stretch)
     end += (last.to(gl.int64) * value_heads * V + work.column) * K
     if GOAL == "ends":
@@ -318,8 +315,7 @@ def segment_scan_kernel(
     GIVEN: gl.constexpr = start is not None
     if GIVEN:
         start += (first.to(gl.int64) * value_heads * V + work.column) * K
-    else:
-        start = end
+    start = present(start, end)
     barrier()
     shared = tiles, barriers, work
     loads = q, k, v, scores, corrections, scalings

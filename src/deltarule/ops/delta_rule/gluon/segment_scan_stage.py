@@ -9,7 +9,7 @@ from torch import Tensor
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES
 from deltarule.ops.delta_rule.gluon.segment_scan import segment_scan_kernel
 from deltarule.ops.delta_rule.gluon.segment_scores import segment_scores_kernel
-from deltarule.ops.delta_rule.gluon.stage import HOPPER, ForwardLaunch, architecture_at
+from deltarule.ops.delta_rule.gluon.stage import ForwardLaunch
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import Call, blocks
 from deltarule.ops.runtime.gluon_tiles import FusedLaunch
@@ -24,11 +24,15 @@ SLOTS = {"ends": 4, "outputs": 3, "back": 3}
 
 
 def takes(call: Call, goal: str) -> bool:
-    q = call.inputs.q
-    if call["join"] is not None or not can(call.inputs, goal) or not q.is_cuda:
-        return False
-    hopper = architecture_at(q.device.index or 0) == HOPPER
-    return hopper and (goal in ("outputs", "scores") or fills(call, goal))
+    """Whether it takes this scan on Hopper. A plan does not know scales, nor who comes to meet."""
+    known = call["join"] is None and not (goal == "scores" and call.inputs.scale <= 0)
+    return known and call.once(suits, goal)
+
+
+def suits(call: Call, goal: str) -> bool:
+    """What shapes, types and the GPU tell of it."""
+    able = call.inputs.q.is_cuda and can(call.inputs, goal)
+    return able and (goal in ("outputs", "scores") or fills(call, goal))
 
 
 def fills(call: Call, goal: str) -> bool:
@@ -48,7 +52,7 @@ def can(inputs: Inputs, goal: str) -> bool:
         and inputs.n_steps == 1 and inputs.per_gate == 1 and not inputs.batch_invariant
         and inputs.cu_seqlens is None and inputs.q.shape[1] % CHUNK.value == 0
         and 0 < inputs.q.shape[:2].numel() < 2**31
-        and not (goal == "scores" and (inputs.normalize_qk or inputs.scale <= 0))
+        and not (goal == "scores" and inputs.normalize_qk)
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deltarule.ops.delta_rule.gluon.gradient_stage import ends
 from deltarule.ops.delta_rule.gluon.memory import CHUNK
-from deltarule.ops.delta_rule.gluon.stage import HOPPER, ForwardLaunch, architecture_at, up_to_ends
+from deltarule.ops.delta_rule.gluon.stage import ForwardLaunch, up_to_ends
 from deltarule.ops.delta_rule.gluon.wide_scan import ROWS, K, V, wide_scan_kernel
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import Call
@@ -29,11 +29,9 @@ def can(inputs: Inputs) -> bool:
 def takes(call: Call) -> bool:
     """Whether it takes these scans, however few programs there are: nobody found a slower call.
 
-    Where sequences are cut into segments, those fill the GPU.
+    It is asked on Hopper. Where sequences are cut into segments, those fill the GPU.
     """
-    device = call.inputs.q.device
-    hopper = device.type == "cuda" and architecture_at(device.index or 0) == HOPPER
-    return hopper and not call.plan.per_segment and can(call.inputs)
+    return call.inputs.q.is_cuda and not call.plan.per_segment and can(call.inputs)
 
 
 def parts_of(inputs: Inputs) -> int:
