@@ -80,7 +80,7 @@ def bench(run: BenchRun) -> None:
     repeats = run.repeats or GPU_REPEATS
     report = measure(plan, run.impl, repeats, run.limit, run.output)
     picture = run.output.with_suffix(".png")
-    draw_figure(timings([report]), picture)
+    draw_figure(timings([report]), picture, str(report["device"]))
     print(f"\nraw figures: {run.output}, picture: {picture}")
 
 

@@ -51,13 +51,26 @@ def by_date(reports: Sequence[Row]) -> list[Row]:
     return sorted(reports, key=lambda report: str(report["date"]))
 
 
+def by_device(reports: Sequence[Row]) -> dict[str, list[Timing]]:
+    """Passes by GPU, that first on which most peers ran beside what ours is now."""
+    devices = dict.fromkeys(str(report["device"]) for report in by_date(reports)[::-1])
+    found = {name: timings([x for x in reports if str(x["device"]) == name]) for name in devices}
+    filled = {name: passes for name, passes in found.items() if passes}
+    return dict(sorted(filled.items(), key=lambda item: -ratios(item[1])))
+
+
+def ratios(passes: Sequence[Timing]) -> int:
+    return sum(ratio is not None for one in passes for _, ratio in one.peers.values())
+
+
 def timings(reports: Sequence[Row]) -> list[Timing]:
-    """Every pass that ran here, in the order of `OPERATIONS`; the newest run of each peer counts.
+    """Every pass that ran on a GPU, in the order of `OPERATIONS`; the newest run of a peer counts.
 
     A ratio compares two times of one run only. Our own time comes from the newest run, and ratios
     of runs in which it was another one are left out.
     """
     found: dict[tuple[str, str, str], Timing] = {}
+    kernels: dict[tuple[str, str, str], str | None] = {}
     for report in by_date(reports):
         timed = [row for row in report["rows"] if row["kind"] == "time"]
         for ours in (row for row in timed if row["peer"] == OURS):
@@ -68,11 +81,13 @@ def timings(reports: Sequence[Row]) -> list[Timing]:
                     continue
                 key, peers = (operation, shape.name, passed), dict[str, Any]()
                 if (before := found.get(key)) is not None:
-                    still = abs(ms / before.ours_ms - 1) < REPEATS_WITHIN
+                    same_code = report.get("kernels") == kernels[key] is not None
+                    still = same_code or abs(ms / before.ours_ms - 1) < REPEATS_WITHIN
                     kept = before.peers.items()
                     peers = {peer: (time, ratio if still else None) for peer, (time, ratio) in kept}
                 times = {row["peer"]: graph_ms(row, passed) for row in same}
                 peers |= {x: (time, time / ms) for x, time in times.items() if x in PEERS and time}
+                kernels[key] = report.get("kernels")
                 found[key] = Timing(*key[:1], shape, passed, ours[passed]["floor_ms"], ms, peers)
     order = list(OPERATIONS)
     return sorted(found.values(), key=lambda timing: order.index(timing.operation))
@@ -120,18 +135,21 @@ def other_tables(reports: Sequence[Row]) -> list[str]:
 
 def write_page(reports: Sequence[Row], page: Path, picture: Path) -> None:
     """Draw the picture and write the figures of these reports, in any order, into the page."""
-    found = timings(reports)
-    draw_figure(found, picture)
+    found = by_device(reports)
+    device = next(iter(found))
+    draw_figure(found[device], picture, device)
     link = picture.resolve().relative_to(page.resolve().parent)
-    lines = [f"![Milliseconds of the operators and of other packages]({link.as_posix()})", ""]
-    lines += [*operator_table(found), *other_tables(reports), "", "Runs:", ""]
+    lines = [f"![Milliseconds of the operators and of other packages]({link.as_posix()})"]
+    for name, passes in found.items():
+        lines += ["", f"Milliseconds, {name}:", "", *operator_table(passes)]
+    lines += [*other_tables(reports), "", "Runs:", ""]
     for report in by_date(reports):
         versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
         lines.append(f"- {report['date']}, {report['device']}; {versions}: `{report['command']}`")
     write_between(page, MARKS, lines)
 
 
-def draw_figure(timings: Sequence[Timing], path: Path) -> None:
+def draw_figure(timings: Sequence[Timing], path: Path, device: str) -> None:
     """Draw the passes at the shapes of training that a peer ran too, a bar for each package."""
     shown = [one for one in timings if one.shape.name in SHOWN and one.peers]
     panels = {name: [one for one in shown if one.passed == name] for name in PASSES}
@@ -141,6 +159,7 @@ def draw_figure(timings: Sequence[Timing], path: Path) -> None:
     for axes, (name, panel) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         draw_panel(axes, panel)
         axes.set_title(PASSES[name], loc="left", fontsize=10, color=INK)
+    figure.suptitle(device, x=0.01, ha="left", fontsize=10, color=INK)
     used = dict.fromkeys(["deltarule", *(peer for one in shown for peer in one.peers)])
     patch = require("matplotlib.patches").Patch
     handles = [patch(color=COLOURS[peer], label=PEERS.get(peer, peer)) for peer in used]

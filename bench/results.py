@@ -1,6 +1,7 @@
 """What a benchmark leaves: one JSON file of rows, each with what it was measured on."""
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -38,8 +39,16 @@ def new_report(arguments: Sequence[str], program: str = "deltarule") -> Row:
         "format": FORMAT, "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "command": " ".join([program, shlex.join(arguments)]).strip(), "versions": versions(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "ceilings": None, "rows": [],
+        "kernels": kernels(), "ceilings": None, "rows": [],
     }  # fmt: skip
+
+
+def kernels() -> str:
+    """A digest of the operators' code, which tells whether two runs timed the same kernels."""
+    digest = hashlib.sha256()
+    for path in sorted((Path(deltarule.__file__).parent / "ops").rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def file_each(report: Row, found: Iterable[Found], output: Path | None) -> Row:

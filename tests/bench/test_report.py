@@ -108,12 +108,29 @@ def test_a_program_is_run_from_the_command_line(program, tmp_path, monkeypatch):
 
 def test_a_ratio_is_taken_within_one_run_and_our_time_from_the_newest():
     old, new = example_report(date="2030-01-01", ours=0.5), example_report(date="2030-02-01")
-    new["rows"] = [row for row in new["rows"] if row["peer"] != "fla"]
+    new["rows"], new["kernels"] = [row for row in new["rows"] if row["peer"] != "fla"], "others"
     found = {(x.operation, x.shape.name, x.passed): x for x in report.timings([new, old])}
     gated = found["gdn", TRAIN.name, "forward"]
     assert gated.ours_ms == 0.25
     assert gated.peers == {"fla": (0.84, None), "flash_qla": (0.34, pytest.approx(0.34 / 0.25))}
     assert [*gated.peers] == ["fla", "flash_qla"]
+
+
+def test_a_ratio_is_kept_while_the_kernels_are_the_same_however_their_time_differs():
+    old, new = example_report(date="2030-01-01", ours=0.3), example_report(date="2030-02-01")
+    new["rows"] = [row for row in new["rows"] if row["peer"] != "fla"]
+    assert report.timings([old, new])[0].peers["fla"] == (0.84, pytest.approx(0.84 / 0.3))
+    new["kernels"] = "others"
+    assert report.timings([old, new])[0].peers["fla"] == (0.84, None)
+
+
+def test_a_gpu_has_times_of_its_own_and_that_with_most_ratios_is_first():
+    old, new = example_report(date="2030-01-01"), example_report(date="2030-02-01", ours=0.5)
+    old["device"], new["device"] = "one GPU", "another GPU"
+    new["rows"] = [row for row in new["rows"] if row["peer"] == "deltarule"]
+    found = report.by_device([old, new])
+    assert [*found] == ["one GPU", "another GPU"]
+    assert [passes[0].ours_ms for passes in found.values()] == [0.25, 0.5]
 
 
 def test_peers_alone_do_not_replace_a_comparison():
@@ -123,7 +140,7 @@ def test_peers_alone_do_not_replace_a_comparison():
 
 
 def test_a_report_without_times_has_an_empty_picture(tmp_path):
-    report.draw_figure([], tmp_path / "bench.png")
+    report.draw_figure([], tmp_path / "bench.png", "a GPU")
     assert (tmp_path / "bench.png").stat().st_size > 0
 
 
@@ -141,7 +158,8 @@ def test_the_readme_says_what_the_raw_figures_say():
     root = Path(__file__).parents[2]
     readme = " ".join((root / "README.md").read_text().split())
     reports = [results.load(path) for path in (root / "docs" / "figures").glob("bench_*.json")]
-    found = {(x.operation, x.shape.name, x.passed): x for x in report.timings(reports)}
+    passes = report.by_device(reports)["NVIDIA H200"]
+    found = {(x.operation, x.shape.name, x.passed): x for x in passes}
     both = [found[name, TRAIN.name, "forward_backward"] for name in ("delta", "gdn", "kda")]
     (delta, gated, kda), theirs = [x.ours_ms for x in both], [x.peers["fla"][0] for x in both]
     front_page = " ".join((root / "docs" / "index.md").read_text().split())
