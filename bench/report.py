@@ -37,6 +37,7 @@ class Timing(NamedTuple):
     """One pass of one operator at one shape: ours, and the peers.
 
     Those by name: milliseconds, and how many of ours they are; None where ours has changed since.
+    `kernels`: the digest of the code that was timed; None in reports without one.
     """
 
     operation: str
@@ -45,6 +46,7 @@ class Timing(NamedTuple):
     floor_ms: float
     ours_ms: float
     peers: dict[str, tuple[float, float | None]]
+    kernels: str | None
 
 
 def by_date(reports: Sequence[Row]) -> list[Row]:
@@ -70,8 +72,8 @@ def timings(reports: Sequence[Row]) -> list[Timing]:
     of runs in which it was another one are left out.
     """
     found: dict[tuple[str, str, str], Timing] = {}
-    kernels: dict[tuple[str, str, str], str | None] = {}
     for report in by_date(reports):
+        kernels = report.get("kernels")
         timed = [row for row in report["rows"] if row["kind"] == "time"]
         for ours in (row for row in timed if row["peer"] == OURS):
             operation, shape = ours["operation"], Shape(*ours["shape"])
@@ -81,14 +83,14 @@ def timings(reports: Sequence[Row]) -> list[Timing]:
                     continue
                 key, peers = (operation, shape.name, passed), dict[str, Any]()
                 if (before := found.get(key)) is not None:
-                    same_code = report.get("kernels") == kernels[key] is not None
+                    same_code = kernels is not None and kernels == before.kernels
                     still = same_code or abs(ms / before.ours_ms - 1) < REPEATS_WITHIN
                     kept = before.peers.items()
                     peers = {peer: (time, ratio if still else None) for peer, (time, ratio) in kept}
                 times = {row["peer"]: graph_ms(row, passed) for row in same}
                 peers |= {x: (time, time / ms) for x, time in times.items() if x in PEERS and time}
-                kernels[key] = report.get("kernels")
-                found[key] = Timing(*key[:1], shape, passed, ours[passed]["floor_ms"], ms, peers)
+                floor = ours[passed]["floor_ms"]
+                found[key] = Timing(operation, shape, passed, floor, ms, peers, kernels)
     order = list(OPERATIONS)
     return sorted(found.values(), key=lambda timing: order.index(timing.operation))
 
