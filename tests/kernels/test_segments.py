@@ -95,11 +95,11 @@ def test_how_long_segments_are(sizes, options, chunks, monkeypatch) -> None:
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """The plan of a call in bfloat16 on an H200."""
+    """The plan of a call on an H200."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
 
-    def planned(batch, tokens, heads, **options) -> tuple[bool, int]:
-        x = torch.empty(batch, tokens, heads, 128, dtype=torch.bfloat16, device="meta")
+    def planned(batch, tokens, heads, dtype=torch.bfloat16, **options) -> tuple[bool, int]:
+        x = torch.empty(batch, tokens, heads, 128, dtype=dtype, device="meta")
         call = Inputs(x, x, x, x[..., 0])
         plan = launch.new_plan(call._replace(**options))
         return plan.tile_key.narrow, plan.per_segment
@@ -120,6 +120,14 @@ def test_tiles_are_narrow_where_half_of_the_gpu_would_idle(narrow) -> None:
     assert narrow(1, 16384, 16) == (True, 64)
     assert narrow(1, 2048, 16) == (True, 8)
     assert narrow(1, 8192, 16, cu_seqlens=torch.zeros(4, dtype=torch.int32)) == (True, 32)
+
+
+def test_tiles_of_float32_are_narrow_unless_their_segments_are_long(narrow) -> None:
+    assert narrow(1, 256, 16, torch.float32) == (True, 0)
+    assert narrow(1, 8192, 1, torch.float32) == (True, 8)
+    assert narrow(1, 4096, 4, torch.float32) == (True, 16)
+    assert narrow(1, 4096, 8, torch.float32) == (False, 8)
+    assert narrow(1, 512, 16, torch.float32) == (False, 4)
 
 
 SHAPES = {"row": {"tokens": 140}, "packed": {"lengths": (3, 0, 137)}}

@@ -23,6 +23,8 @@ LEAST_CHUNKS = 4
 MOST_WAVES = 4
 # Channels of the largest transition matrix that fits beside the state that it acts on.
 WIDEST = 128
+# Chunks of a segment in float32 beyond which narrow tiles lose more by length than they win.
+LONGEST_FLOAT32 = 16
 # The first architecture with a copy engine; before, its tiles are gathered at great cost.
 COPY_ENGINE = 90
 # The first whose products leave their sums in a memory of 512 columns, which is soon full.
@@ -95,6 +97,7 @@ def new_plan(inputs: Inputs) -> Plan:
         programs = inputs.sequences * value_heads * blocks(value_size, half)
         at_once = programs <= multiprocessors(inputs.q.device)
         worth = half < tile and at_once and (shorter or not per_segment)
+        worth = worth and (key.element_bytes < 4 or shorter <= LONGEST_FLOAT32)
         if worth and on_hopper(inputs.q):
             from deltarule.ops.delta_rule.gluon.gradient_stage import keeps_tiles
 

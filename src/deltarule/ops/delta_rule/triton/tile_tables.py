@@ -131,11 +131,11 @@ HOPPER: Table = AMPERE | {
 }  # fmt: skip
 
 # Of float32. With 8 warps to 16 rows of a state a program mostly splits operands into their parts.
+SCAN = {(4, 32): scan(32, 32, 2, 2), (4, 64): scan(32, 64, 4, 3), (4, 128): scan(32, 128, 8, 2)}
 FLOAT32: Table = {
     "pair_scores_float32": {(4, 32): no_loop(1), (4, 128): no_loop(2)},
-    "next_state_float32": {
-        (4, 32): scan(32, 32, 2, 2), (4, 64): scan(32, 64, 4, 3), (4, 128): scan(32, 128, 8, 2),
-    },
+    "next_state_float32": SCAN,
+    "next_state_narrow": HOPPER["next_state_narrow"] | SCAN | {(4, 128): scan(32, 32, 4, 2)},
     "next_state_backward_float32": {
         (4, 32): scan(32, 32, 2, 2), (4, 64): scan(32, 64, 4, 3), (4, 128): scan(32, 32, 4, 2),
     },
