@@ -8,7 +8,8 @@ from deltarule.nn import ShortConv
 from deltarule.nn import few_rows as nn_few_rows
 from deltarule.nn.short_conv import step_in_place
 from deltarule.ops.fused import short_conv
-from deltarule.ops.runtime.chained import UNREAD, read_early
+from deltarule.ops.runtime import chained
+from deltarule.ops.runtime.chained import CHAIN, UNREAD, read_early
 from promised import promised
 from tolerance import relative_rms
 
@@ -80,6 +81,16 @@ def test_three_streams_are_convolved_as_each_alone(tokens, dtype, device):
     for y, history, (y_alone, history_alone) in zip(found, histories, expected, strict=True):
         assert torch.equal(y, y_alone)
         assert torch.equal(history, history_alone)
+
+
+def test_a_kernel_follows_the_one_before_without_a_chain(monkeypatch):
+    device = torch.device("cpu")
+    assert chained.following(device) == {"CHAINED": False, "FOLLOWS": False}
+    monkeypatch.setattr(chained, "can_follow", lambda device: True)
+    assert chained.following(device) == {"CHAINED": False, "FOLLOWS": True, "launch_pdl": True}
+    token = CHAIN.set(True)
+    assert chained.following(device) == {"CHAINED": True, "FOLLOWS": False, "launch_pdl": True}
+    CHAIN.reset(token)
 
 
 def test_a_chain_reads_a_state_early_once():

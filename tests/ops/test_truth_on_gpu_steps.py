@@ -111,6 +111,25 @@ def test_a_step_waits_for_nothing_and_replays(kind: Kind) -> None:
     assert torch.equal(state, expected)
 
 
+def test_steps_in_a_graph_take_each_other_s_states(kind: Kind) -> None:
+    # A step starts before the one before it ends, and reads the state that this leaves.
+    drawn = draw(kind.case(tokens=1))
+    state, expected = state_of(drawn, torch.float32), state_of(drawn, torch.float32)
+
+    def steps(state: torch.Tensor) -> torch.Tensor:
+        return torch.stack([step(drawn, state) for _ in range(20)])
+
+    graph, o = captured(lambda: steps(state))
+    state.copy_(expected)
+    graph.replay()
+    outputs = []
+    for _ in range(20):
+        outputs.append(step(drawn, expected))
+        torch.cuda.synchronize()
+    assert torch.equal(o, torch.stack(outputs))
+    assert torch.equal(state, expected)
+
+
 def test_opcheck_of_the_step(kind: Kind) -> None:
     drawn = draw(kind.case(tokens=2))
     state, indices = state_of(drawn, torch.float32), torch.tensor([1, -1], device=truth.DEVICE)

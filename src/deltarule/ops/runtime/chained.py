@@ -33,7 +33,7 @@ def chain(device: torch.device, states: Iterable[Tensor] = ()) -> Iterator[Tenso
 
     They count in the tensor that this gives, which a graph of them needs for as long as it is.
     """
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    able = can_follow(device)
     counted = counters(device) if able else None
     tokens = CHAIN.set(able), COUNTERS.set(counted)
     unread = UNREAD.set({x.data_ptr() for x in states} if able else None)
@@ -48,6 +48,17 @@ def chain(device: torch.device, states: Iterable[Tensor] = ()) -> Iterator[Tenso
 def chained() -> dict[str, bool]:
     """Constants of a launch here, and the compiler's option that goes with them."""
     return {"CHAINED": True, "launch_pdl": True} if CHAIN.get() else {"CHAINED": False}
+
+
+def can_follow(device: torch.device) -> bool:
+    """Whether a kernel there can start before the one before it ends."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def following(device: torch.device) -> dict[str, bool]:
+    """The same of a kernel that needs no chain around it: it reads nothing before it waits."""
+    apart = not CHAIN.get() and can_follow(device)
+    return chained() | ({"FOLLOWS": True, "launch_pdl": True} if apart else {"FOLLOWS": False})
 
 
 def counters(device: torch.device) -> Tensor:
@@ -85,3 +96,13 @@ def begin(CHAINED: tl.constexpr, EARLY: tl.constexpr = False):
     """Both, for a kernel that has nothing to read before it waits; EARLY: it waits later."""
     let_next_start(CHAINED)
     wait_for_last(CHAINED and not EARLY)
+
+
+@triton.jit
+def follow(FOLLOWS: tl.constexpr):
+    """Outside of a chain the next kernel may start once those before this one are done.
+
+    Whatever it reads before it waits is then written by this one at most.
+    """
+    wait_for_last(FOLLOWS)
+    let_next_start(FOLLOWS)

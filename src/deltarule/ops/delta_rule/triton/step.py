@@ -24,7 +24,7 @@ from torch import Tensor
 from deltarule.ops.delta_rule.gate_logits import Step
 from deltarule.ops.delta_rule.triton.tiles import EPSILON
 from deltarule.ops.fused.gates_triton import softplus
-from deltarule.ops.runtime.chained import begin, chained, read_early, wait_for_last
+from deltarule.ops.runtime.chained import begin, follow, following, read_early, wait_for_last
 from deltarule.ops.runtime.launch import Launch, multiprocessors
 from deltarule.ops.runtime.places import place_of
 from deltarule.ops.runtime.sizes import power_of_2
@@ -92,7 +92,7 @@ def recurrent_step_kernel(
     DECAY: tl.constexpr, ERASE: tl.constexpr, UNIT_NORM: tl.constexpr, INDEXED: tl.constexpr,
     DECAY_LOGITS: tl.constexpr, BETA_LOGITS: tl.constexpr, KEPT: tl.constexpr,
     SLOTS: tl.constexpr, BELOW: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    CHAINED: tl.constexpr, EARLY: tl.constexpr,
+    CHAINED: tl.constexpr, FOLLOWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head of one batch row; s_x_b, s_x_t, s_x_h are strides of x.
 
@@ -100,6 +100,7 @@ def recurrent_step_kernel(
     null_index is null too. EARLY: the state is read before what the kernel waits for.
     """
     begin(CHAINED, EARLY)
+    follow(FOLLOWS)
     i_v, i_h, i_b = place_of((V + BV - 1) // BV, HV)
     i_b = i_b.to(tl.int64)
     i_key = i_h // (HV // H)
@@ -207,7 +208,8 @@ def recurrent_step(step: Step) -> Tensor:
     many = single and programs > HELD * multiprocessors(state.device)
     values = *sizes, *rule, *places, (rows := MANY if many else FEW)
     early = indices is None and cu_seqlens is None and read_early(state)
-    kernel = step_launch(inputs.q.device, values, tuple({**chained(), "EARLY": early}.items()))
+    starts = following(state.device) | {"EARLY": early}
+    kernel = step_launch(inputs.q.device, values, tuple(starts.items()))
     grid = -(-value_size // rows) * value_heads * batch, 1, 1
     tensors = *streams, A_log, dt_bias, state, indices, states, o, cu_seqlens, accepted
     numbers = inputs.scale, beta_max, lower_bound, null_index, tokens
