@@ -120,3 +120,23 @@ def test_hooks_see_every_token(make_model, random_tokens) -> None:
     model.generate(prompt, max_new_tokens=4)
     hook.remove()
     assert len(seen) == 4
+
+
+class Quantised:
+    """A weight as torchao keeps one: tensors by name."""
+
+    def __init__(self, **parts):
+        vars(self).update(parts)
+
+    def __tensor_flatten__(self):
+        return list(vars(self)), None
+
+
+def test_a_quantised_weight_is_read_where_its_parts_lie(monkeypatch):
+    qdata, scale, bias = torch.zeros(2, 3, dtype=torch.int8), torch.ones(2, 1), torch.ones(2)
+    weight = Quantised(qdata=qdata, inner=Quantised(scale=scale))
+    # Another library's tensors may wait for the GPU, which no graph can.
+    assert adjoined.tensors_of(weight) == []
+    monkeypatch.setattr(Quantised, "__module__", "torchao.quantization")
+    found = adjoined.tensors_of(weight) + adjoined.tensors_of(torch.nn.Parameter(bias))
+    assert [x.data_ptr() for x in found] == [x.data_ptr() for x in (qdata, scale, bias)]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
 from torch.nn import Parameter
 
 from deltarule.nn import Attention, DeltaMixer, Experts, SwiGLU
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _adjoined: "WeakKeyDictionary[CausalLM, object]" = WeakKeyDictionary()
 
 
-def adjoin_projections(model: "CausalLM", parameters: Sequence[Parameter]) -> object:
+def adjoin_projections(model: "CausalLM", parameters: Sequence[Tensor]) -> object:
     """Lay the weights that read one input side by side in memory; see `deltarule.nn.linears`.
 
     Return where the parameters are then.
@@ -32,11 +33,11 @@ def adjoin_projections(model: "CausalLM", parameters: Sequence[Parameter]) -> ob
     return found
 
 
-def places(parameters: Sequence[Parameter]) -> object:
+def places(parameters: Sequence[Tensor]) -> object:
     return tuple((parameter.data_ptr(), parameter.dtype) for parameter in parameters)
 
 
-def captured_parameters(model: "CausalLM") -> tuple[Parameter, ...] | None:
+def captured_parameters(model: "CausalLM") -> tuple[Tensor, ...] | None:
     """What a CUDA graph of a step reads; None where there can be none.
 
     It takes a GPU, nothing that watches, no hook and no layer that waits for it. PyTorch's own walk
@@ -49,6 +50,17 @@ def captured_parameters(model: "CausalLM") -> tuple[Parameter, ...] | None:
     for module in modules:
         found += [x for x in module._parameters.values() if x is not None]
         modules += [x for x in module._modules.values() if x is not None]
-    plain = all(type(parameter) is Parameter for parameter in found)
+    parts = [tensors_of(parameter) for parameter in found]
     waits = any(isinstance(module, Experts) and module.waits for module in modules)
-    return tuple(found) if plain and not waits and not any(map(is_hooked, modules)) else None
+    able = all(parts) and not waits and not any(map(is_hooked, modules))
+    return tuple(x for own in parts for x in own) if able else None
+
+
+def tensors_of(parameter: Any) -> list[Tensor]:
+    """The plain tensors that a parameter, or one that torchao quantised, is made of; else none."""
+    if type(parameter) in (Tensor, Parameter):
+        return [parameter]
+    if not type(parameter).__module__.startswith("torchao."):
+        return []
+    names = parameter.__tensor_flatten__()[0]
+    return [x for name in names for x in tensors_of(getattr(parameter, name))]

@@ -67,7 +67,7 @@ def adjoin(modules: Sequence[nn.Module]) -> None:
     """
     weights = plain_weights(modules)
     alike = len({(type(w), w.dtype, w.device, w.shape[1]) for w in weights}) == 1
-    if len(weights) < 2 or not alike or as_one(weights) is not None:
+    if len(weights) < 2 or not alike or not are_plain_eager(weights) or as_one(weights) is not None:
         return
     whole = torch.cat([weight.detach() for weight in weights])
     for weight, part in zip(weights, whole.split([len(w) for w in weights]), strict=True):
