@@ -129,6 +129,9 @@ def other_tables(reports: Sequence[Row]) -> list[str]:
                 key = tuple(row.get(name) for name in ("operation", "model", "batch", "peer"))
                 of_device[key] = row
         for device, rows in newest.items():
+            # Peers of a case one below the other, in the order in which the cases came.
+            cases = list(dict.fromkeys(key[:-1] for key in rows))
+            rows = dict(sorted(rows.items(), key=lambda item: cases.index(item[0][:-1])))
             if cells := [line_of(row) for row in rows.values() if "error" not in row]:
                 lines += ["", f"{title[0].upper()}{title[1:]}, {device}:"]
                 lines += ["", *markdown(heads, cells)]

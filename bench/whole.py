@@ -1,4 +1,4 @@
-"""What a user waits for: a generated token, a training step; ours, and transformers' attention.
+"""What a user waits for: a generated token, a training step; ours, and its peers.
 
 The floor of a token is the time of reading all weights and of reading and writing all states once.
 """
@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from bench import results, timing
-from bench.model import GIB, own_loss
+from bench.model import GIB, Loss, build_fla, own_loss
 from bench.worker import reason
 from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss
+from deltarule.models.adjoined import tensors_of
 from deltarule.train.extra import require
 from deltarule.train.step import TrainingStep
 
 Row = dict[str, Any]
 Model = Literal["1M", "148M", "1.5B"]
-Peer = Literal["deltarule", "deltarule-attention", "transformers"]
+Peer = Literal["deltarule", "deltarule-attention", "deltarule-int8", "fla", "transformers"]
 # Bytes a second of an H200's memory, as measured by a large copy.
 BANDWIDTH = {"cuda": 4.25e12, "cpu": 2e10}
 WARM_UP, STEPS, TIMES = 6, 20, 3
@@ -53,8 +54,9 @@ class GenerateBenchRun:
 
     model: tuple[Model, ...] = field(default_factory=lambda: fitting("1.5B"))
     """Gated DeltaNet of these sizes, or attention of the same layers and width."""
-    peer: tuple[Peer, ...] = ("deltarule", "transformers")
-    """Ours, ours with attention, and transformers' Llama with a static cache."""
+    peer: tuple[Peer, ...] = ("deltarule", "fla", "transformers")
+    """Ours, also with attention or with weights of int8 by torchao, FLA's Gated DeltaNet, and
+    transformers' Llama with a static cache."""
     batch: tuple[int, ...] = (1, 32)
     """Rows that are continued together."""
     new_tokens: int = 256
@@ -69,8 +71,9 @@ class TrainBenchRun:
 
     model: tuple[Model, ...] = field(default_factory=lambda: fitting("1M", "148M", "1.5B"))
     """Gated DeltaNet of these sizes, or attention of the same layers and width."""
-    peer: tuple[Peer, ...] = ("deltarule", "transformers")
-    """Ours, ours with attention, and transformers' Llama with PyTorch's attention."""
+    peer: tuple[Peer, ...] = ("deltarule", "fla", "transformers")
+    """Ours, also with attention, FLA's Gated DeltaNet with its fused loss of linear logits, and
+    transformers' Llama with PyTorch's attention."""
     output: Path = Path("bench_train.json")
     """Raw figures."""
 
@@ -107,17 +110,19 @@ def attempt(
 
 def time_generation(peer: Peer, sizes: Sizes, device: str, *, batch: int, new: int) -> Row:
     """Milliseconds a token of greedy generation, the best of three after a first."""
-    model: Any = built(peer, sizes, device)
+    model: Any = built(peer, sizes, device)[0]
     prompts = torch.randint(sizes.vocab_size, (batch, PROMPT), device=device)
-    moved = sum(x.nbytes for x in model.parameters())
+    moved = sum(x.nbytes for parameter in model.parameters() for x in tensors_of(parameter))
     if isinstance(model, CausalLM):
         generate = partial(model.generate, list(prompts), max_new_tokens=new, temperature=0)
         # Attention's cache does not count.
         moved += 2 * model.init_state(batch).num_bytes
     else:
+        # FLA's models have a cache of their own.
+        cache = {"cache_implementation": "static"} if peer == "transformers" else {}
         generate = partial(
             model.generate, prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new,
-            min_new_tokens=new, do_sample=False, cache_implementation="static", pad_token_id=0,
+            min_new_tokens=new, do_sample=False, pad_token_id=0, **cache,
         )  # fmt: skip
     first = timing.host_seconds(generate)
     seconds = min(timing.host_seconds(generate) for _ in range(TIMES))
@@ -130,64 +135,88 @@ def time_generation(peer: Peer, sizes: Sizes, device: str, *, batch: int, new: i
 
 def time_training(peer: Peer, sizes: Sizes, device: str) -> Row:
     """Milliseconds of a step, eager and on a GPU as a graph, of the host and the GPU; memory."""
-    model, on_cpu = built(peer, sizes, device), device == "cpu"
+    model, loss_of = built(peer, sizes, device)
     text = torch.randint(sizes.vocab_size, (sizes.rows, sizes.tokens + 1), device=device)
     row: Row = {"parameters": sum(x.numel() for x in model.parameters())}
     row |= {"rows": sizes.rows, "tokens": sizes.tokens}
-    # A CPU is its own host, and has no graphs.
-    for name in ("eager",) if on_cpu else ("eager", "graph"):
+    for graphs in kinds_of_steps(device):
         optimizer = torch.optim.AdamW(
             model.parameters(), torch.tensor(1e-4, device=device), fused=True, capturable=True
         )
         optimizer._warned_capturable_if_run_uncaptured = True
-        graphs = name == "graph"
-        step = TrainingStep(loss_of(model), optimizer, clip=1.0, cuda_graphs=graphs)
-        count, warm_up = (2, 1) if on_cpu else (STEPS, WARM_UP)
-
-        def several(count: int, step: TrainingStep = step) -> None:
-            for _ in range(count):
-                step([text])
-
-        if not on_cpu:
-            torch.cuda.reset_peak_memory_stats()
-        several(warm_up)
-        row[f"{name}_ms"] = timing.host_seconds(partial(several, count)) / count * 1e3
-        if graphs:
-            row["gpu_ms"] = sum(timing.kernel_ms(partial(step, [text])).values())
-        elif not on_cpu:
-            row["peak_GiB"] = torch.cuda.max_memory_allocated() / GIB
-            # So few tokens that a GPU waits for the host.
-            row["host_ms"] = timing.host_us(partial(step, [text[:1, : SHORT + 1]]), TIMES) / 1e3
+        step = TrainingStep(loss_of, optimizer, clip=1.0, cuda_graphs=graphs)
+        try:
+            row |= time_steps(step, text)
+        except RuntimeError as error:
+            if not graphs:
+                raise
+            # The eager figures of a peer that cannot be captured are its own all the same.
+            row["graph_error"] = reason(error)
     return row
 
 
-def loss_of(model: Any) -> Callable[[Tensor], Tensor]:
-    if isinstance(model, CausalLM):
-        return own_loss(model)
-    return lambda text: linear_next_token_loss(
-        model.model(text[:, :-1], use_cache=False).last_hidden_state,
-        model.lm_head.weight,
-        text[:, 1:],
-    )
+def kinds_of_steps(device: str) -> tuple[bool, ...]:
+    """Whether steps are graphs: eager first, and on a GPU as graphs, too."""
+    return (False,) if device == "cpu" else (False, True)
 
 
-def built(peer: Peer, sizes: Sizes, device: str) -> nn.Module:
+def time_steps(step: TrainingStep, text: Tensor) -> Row:
+    """Figures of one kind of step; a CPU is its own host."""
+    count, warm_up = (STEPS, WARM_UP) if text.is_cuda else (2, 1)
+
+    def several(count: int) -> None:
+        for _ in range(count):
+            step([text])
+
+    if text.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    several(warm_up)
+    ms = timing.host_seconds(partial(several, count)) / count * 1e3
+    if step.graphs:
+        return {"graph_ms": ms, "gpu_ms": sum(timing.kernel_ms(partial(step, [text])).values())}
+    if not text.is_cuda:
+        return {"eager_ms": ms}
+    peak = torch.cuda.max_memory_allocated() / GIB
+    # So few tokens that a GPU waits for the host.
+    host_ms = timing.host_us(partial(step, [text[:1, : SHORT + 1]]), TIMES) / 1e3
+    return {"eager_ms": ms, "peak_GiB": peak, "host_ms": host_ms}
+
+
+def built(peer: Peer, sizes: Sizes, device: str) -> tuple[nn.Module, Loss]:
+    """A model of a peer, in bfloat16 on a GPU, and its loss of text that holds no logits."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(0)
+    mlp = {"intermediate_size": 16 * -(-sizes.hidden_size * 8 // 48)}
     if peer == "transformers":
         transformers = require("transformers", "hf")
         config = transformers.LlamaConfig(
             vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_size,
             num_hidden_layers=sizes.num_layers, num_attention_heads=sizes.num_heads,
-            intermediate_size=16 * -(-sizes.hidden_size * 8 // 48), eos_token_id=None,
-            attn_implementation="sdpa",
+            eos_token_id=None, attn_implementation="sdpa", **mlp,
         )  # fmt: skip
-        model: nn.Module = transformers.LlamaForCausalLM(config)
-        return model.to(device, dtype)
+        llama = transformers.LlamaForCausalLM(config).to(device, dtype)
+        return llama, partial(llama_loss, llama)
     name = "attention" if peer == "deltarule-attention" else "gated_deltanet"
     options: dict[str, Any] = dict(zip(Sizes._fields[:4], sizes, strict=False))
+    ours = ModelConfig(layer_types=name, tie_embeddings=False, **options)
+    if peer == "fla":
+        # As many keys and values as ours has: three quarters of the channels, and twice that.
+        keys = sizes.hidden_size * 3 // 4 // sizes.num_heads
+        given = {"num_heads": sizes.num_heads, "head_dim": keys, "expand_v": 2, **mlp}
+        return build_fla("GatedDeltaNet", ours, given, device, whole_logits=False)
     with torch.device(device):
-        return CausalLM(ModelConfig(layer_types=name, tie_embeddings=False, **options)).to(dtype)
+        model = CausalLM(ours).to(dtype)
+    if peer == "deltarule-int8":
+        # Imported where it is asked for.
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(model, Int8WeightOnlyConfig())
+    return model, own_loss(model)
+
+
+def llama_loss(model: Any, text: Tensor) -> Tensor:
+    found = model.model(text[:, :-1], use_cache=False).last_hidden_state
+    return linear_next_token_loss(found, model.lm_head.weight, text[:, 1:])
 
 
 def fitting(*models: Model) -> tuple[Model, ...]:

@@ -40,6 +40,42 @@ def test_training_is_timed(peer, tmp_path):
     assert "graph_ms" not in row
 
 
+def test_fla_has_as_many_channels_as_ours(monkeypatch):
+    told = []
+    monkeypatch.setattr(whole, "build_fla", lambda *given, **options: told.append((given, options)))
+    whole.built("fla", TINY, "cpu")
+    ((prefix, ours, given, _), options) = told[0]
+    layer = whole.built("deltarule", TINY, "cpu")[0].blocks[0]
+    assert prefix == "GatedDeltaNet"
+    assert options == {"whole_logits": False}
+    assert (ours.vocab_size, ours.num_layers) == (TINY.vocab_size, TINY.num_layers)
+    assert given["num_heads"] * given["head_dim"] == layer.mixer.k_proj.out_features
+    assert given["expand_v"] * layer.mixer.k_proj.out_features == layer.mixer.v_proj.out_features
+    assert given["intermediate_size"] == layer.mlp.up_proj.out_features
+
+
+def test_a_step_that_cannot_be_captured_leaves_its_eager_figures(monkeypatch):
+    def figures(step, text):
+        if step.graphs:
+            raise RuntimeError("not permitted when stream is capturing")
+        return {"eager_ms": 1.0}
+
+    monkeypatch.setattr(whole, "time_steps", figures)
+    step = whole.TrainingStep
+
+    def captured(*given, **options):
+        made = step(*given, **options)
+        made.graphs = options["cuda_graphs"]
+        return made
+
+    monkeypatch.setattr(whole, "TrainingStep", captured)
+    # As on a GPU, where steps are timed both ways.
+    monkeypatch.setattr(whole, "kinds_of_steps", lambda device: (False, True))
+    row = whole.time_training("deltarule", TINY, "cpu")
+    assert row["eager_ms"] == 1
+    assert row["graph_error"] == "RuntimeError: not permitted when stream is capturing"
+
+
 def test_a_cpu_takes_the_smallest_model_unless_it_is_told(monkeypatch):
     runs = whole.GenerateBenchRun, whole.TrainBenchRun
     assert [run().model for run in runs] == [("1M",), ("1M",)]
