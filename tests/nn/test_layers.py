@@ -12,8 +12,9 @@ from deltarule import nn, pack
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import MIXERS, RULES, RWKV7, State, TitansLinear, TTTLinear
 from deltarule.nn.call import LayerCall
+from deltarule.nn.documents import running_log_sum
 from deltarule.nn.layout import make_layout
-from deltarule.nn.two_memories import LOG_ZERO, running_log_sum
+from deltarule.nn.two_memories import LOG_ZERO
 from deltarule.ops.delta_rule import definition
 from nn.layers import HIDDEN, LINEAR, NAMES, config, inputs, make
 from oracles import hgrn
@@ -270,14 +271,17 @@ def test_running_log_sum(lengths):
     layout = make_layout(torch.zeros(1, tokens, 1), cu_seqlens, None)
     x, before = (
         torch.randn(1, tokens, 3, dtype=DOUBLE),
-        torch.randn(layout.sequences, 1, 3).double(),
+        torch.randn(layout.sequences, 3).double(),
     )
     before[0] = LOG_ZERO
-    found = running_log_sum(layout.with_history(x, before), layout)
+    earlier, sums, last = running_log_sum(torch.zeros_like(x), x, layout, before)
     parts = x[0].split(list(lengths or (tokens,)))
-    expected = [torch.cat([b, part]).logcumsumexp(0) for b, part in zip(before, parts, strict=True)]
-    exact = torch.cat(expected)
-    # A history of log 0 would make every other number look exact beside it.
-    some = exact > LOG_ZERO / 2
-    assert (found[0][~some] <= LOG_ZERO / 2).all()
-    assert relative_rms(found[0][some], exact[some]) <= 1e-12
+    pairs = zip(before, parts, strict=True)
+    expected = [torch.cat([b[None], part]).logcumsumexp(0) for b, part in pairs]
+    exact = [torch.cat([sums[s] for sums in expected]) for s in (slice(-1), slice(1, None))]
+    exact.append(torch.stack([sums[-1] for sums in expected]))
+    for found, right in zip((earlier[0], sums[0], last), exact, strict=True):
+        # A start from log 0 would make every other number look exact beside it.
+        some = right > LOG_ZERO / 2
+        assert (found[~some] <= LOG_ZERO / 2).all()
+        assert relative_rms(found[some], right[some]) <= 1e-12

@@ -27,7 +27,7 @@ def test_packed_positions_and_history():
     history = -torch.arange(1.0, 9).view(4, 2, 1)
     extended = layout.with_history(x, history)
     assert extended.flatten().tolist() == [-1, -2, -3, -4, 1, 2, -5, -6, -7, -8, 3]
-    after = layout.next_history(extended, 2)
+    after = layout.next_history(x, history)
     assert after.squeeze(-1).tolist() == [[-1, -2], [1, 2], [-5, -6], [-8, 3]]
 
 

@@ -221,6 +221,7 @@ LONG = {
     r"taps must be \[H, L\]": {"taps": ZEROS(1, 200)},
     r"initial_state must be \[N, L - 1, H, K \+ V\]": {"initial_state": ZEROS(2, 3, 2, 5)},
     "lengths must be from 0 to 9": {"lengths": torch.tensor([1, 10])},
+    "lengths must be None with cu_seqlens": {"lengths": ONE(2), "cu_seqlens": pack([9, 9])},
     "impl must be one of 'auto', 'torch', 'reference'": {"impl": "triton"},
 }
 CELLS = {

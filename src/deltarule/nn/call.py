@@ -100,6 +100,5 @@ class LayerCall:
     def token_shift(self) -> Tensor:
         """x_{t-1} - x_t within each sequence, the state keeping the last x as `shift` [N, 1, D]."""
         history = self.layout.history(self.x, self.before["shift"])
-        extended = self.layout.with_history(self.x, history)
-        self.after["shift"] = self.layout.next_history(extended, 1)
-        return self.layout.without_history(extended[:, :-1], 1) - self.x
+        self.after["shift"] = self.layout.next_history(self.x, history)
+        return self.layout.one_back(self.x, history) - self.x

@@ -1,11 +1,14 @@
-"""Looking back one token, and at the last one, within each document of a call."""
+"""Looking back one token, at the last one, and at all so far, in each document of a call."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deltarule.nn.layout import Layout
 from deltarule.ops.context import Context
-from deltarule.ops.context.rows import one_of_each, rows_before
+from deltarule.ops.context.rows import one_of_each
 
 
 def first_tokens(layout: Layout) -> Tensor:
@@ -16,14 +19,8 @@ def first_tokens(layout: Layout) -> Tensor:
 
 def token_before(x: Tensor, layout: Layout) -> Tensor:
     """x_{t-1} within each document, and zeros before its first token: [B, T, ...]."""
-    shifted = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
-    first = first_tokens(layout)
-    shifted = shifted.masked_fill(first.view(-1, *[1] * (x.ndim - 2)), 0)
-    if (context := layout.context) is None:
-        return shifted
-    rows = x.flatten(2)
-    before = rows_before(context, rows, 1, rows.new_zeros(len(rows), 1, rows.shape[2]))
-    return torch.cat([before.view_as(x[:, :1]), shifted[:, 1:]], dim=1)
+    zeros = x.new_zeros(layout.sequences, 1, *x.shape[2:])
+    return layout.one_back(x, layout.history(x, zeros))
 
 
 def per_token(x: Tensor, layout: Layout) -> Tensor:
@@ -35,18 +32,7 @@ def last_token(x: Tensor, layout: Layout, otherwise: Tensor | None = None) -> Te
     """x at the last real token of each document, [N, ...]; where it has none, otherwise or zero."""
     if otherwise is None:
         otherwise = x.new_zeros(layout.sequences, *x.shape[2:])
-    if x.shape[1] == 0:
-        return otherwise.clone()
-    if layout.real_counts is None:
-        # A copy, because a view would keep all tokens alive.
-        return x[:, -1].clone()
-    counts = layout.real_counts
-    if layout.cu_seqlens is not None:
-        chosen = x[0, (layout.cu_seqlens[1:] - 1).clamp(min=0)]
-    else:
-        index = (counts - 1).clamp(min=0).view(-1, *[1] * (x.ndim - 1))
-        chosen = torch.take_along_dim(x, index, dim=1).squeeze(1)
-    return torch.where((counts == 0).view(-1, *[1] * (chosen.ndim - 1)), otherwise, chosen)
+    return layout.next_history(x, otherwise.unsqueeze(1)).squeeze(1)
 
 
 def change_of_scale(log_forget: Tensor, log_input: Tensor, before: Tensor, m: Tensor) -> Tensor:
@@ -58,48 +44,62 @@ def change_of_scale(log_forget: Tensor, log_input: Tensor, before: Tensor, m: Te
     return change + (log_forget - log_forget.detach())
 
 
-@torch.no_grad()
-def running_maximum(
-    log_forget: Tensor, log_input: Tensor, layout: Layout, start: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """m_{t-1} and m_t, [B, T, HV], reaching twice as far back in every round.
+class Running(NamedTuple):
+    """What is kept along each document: m_t = of_two(log f_t + m_{t-1}, log i_t).
 
-    Without gradients: whatever m is, it cancels in the output. Documents continue from start [N,
-    HV], None: from zero.
+    Args:
+        of_two: The larger of two, or the logarithm of the sum of two exponentials.
+        of_all: The same of all numbers along an axis.
     """
-    if start is None:
-        start = log_input.new_zeros(layout.sequences, log_input.shape[2])
-    first = first_tokens(layout).view(1, -1, 1)
-    start = per_token(start, layout)
-    m = torch.where(first, torch.maximum(log_forget + start, log_input), log_input)
-    decay = log_forget.masked_fill(first, -torch.inf)
-    reach, tokens = 1, m.shape[1]
-    while reach < tokens:
-        further = torch.maximum(m[:, reach:], m[:, :-reach] + decay[:, reach:])
-        m = torch.cat([m[:, :reach], further], dim=1)
-        decay = torch.cat([decay[:, :reach], decay[:, reach:] + decay[:, :-reach]], dim=1)
-        reach *= 2
-    # What comes before the first token here is known: no other process is asked.
-    return torch.where(first, start, torch.cat([m[:, :1], m[:, :-1]], dim=1)), m
+
+    of_two: Callable[[Tensor, Tensor], Tensor]
+    of_all: Callable[[Tensor, int], Tensor]
+
+    def along(
+        self, log_forget: Tensor, log_input: Tensor, layout: Layout, start: Tensor | None = None,
+        first: float = 0.0,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """m_{t-1} and m_t, [B, T, HV], and the last of each document, [N, HV].
+
+        Documents continue from start [N, HV]; None, or on another process: they begin with `first`.
+        """
+        if start is None:
+            start = log_input.new_full((layout.sequences, log_input.shape[2]), first)
+        if layout.context is not None:
+            start = self.before(layout.context, log_forget, log_input, start, first)
+        begins = first_tokens(layout).view(1, -1, 1)
+        begun = self.of_two(log_forget + per_token(start, layout), log_input)
+        m = torch.where(begins, begun, log_input)
+        decay = log_forget.masked_fill(begins, -torch.inf)
+        reach = 1
+        while reach < m.shape[1]:
+            # Twice as far back in every round.
+            further = self.of_two(m[:, reach:], m[:, :-reach] + decay[:, reach:])
+            m = torch.cat([m[:, :reach], further], dim=1)
+            decay = torch.cat([decay[:, :reach], decay[:, reach:] + decay[:, :-reach]], dim=1)
+            reach *= 2
+        return layout.one_back(m, start.unsqueeze(1)), m, last_token(m, layout, otherwise=start)
+
+    def before(
+        self, context: Context, log_forget: Tensor, log_input: Tensor, given: Tensor, first: float
+    ) -> Tensor:
+        """[N, HV] what each sequence here continues from, given where it begins here.
+
+        m_end = of_two(F + m_start, G) over the tokens of a process, with F = sum log f.
+        """
+        forget, tail = log_forget[:, context.tail :], log_input[:, context.tail :]
+        after = forget.flip(1).cumsum(1).flip(1) - forget
+        ends = torch.cat([forget.sum(1), self.of_all(after + tail, 1)], 1)
+        total, inputs = one_of_each(context, ends).chunk(2, 2)
+        start, others = given.tensor_split([len(ends)])
+        if context.goes_on:
+            start = torch.full_like(start, first)
+            for rank in context.before:
+                start = self.of_two(total[:, rank] + start, inputs[:, rank])
+        # Every process must reach the exchange of gradients, whether or not it looks back.
+        return torch.cat([start + 0 * inputs.sum(), others])
 
 
-@torch.no_grad()
-def maximum_before(
-    context: Context, log_forget: Tensor, log_input: Tensor, given: Tensor, first: float = 0.0
-) -> Tensor:
-    """[N, HV] the maximum that each sequence here continues from, given where it begins here.
-
-    On other processes it begins with `first`.
-
-    m_end = max(F + m_start, G) over the tokens of a process, with F = sum log f.
-    """
-    forget, tail = log_forget[:, context.tail :], log_input[:, context.tail :]
-    after = forget.flip(1).cumsum(1).flip(1) - forget
-    ends = one_of_each(context, torch.cat([forget.sum(1), (after + tail).amax(1)], 1))
-    total, largest = ends.chunk(2, 2)
-    start = given[: len(ends)]
-    if context.goes_on:
-        start = torch.full_like(start, first)
-        for rank in context.before:
-            start = torch.maximum(total[:, rank] + start, largest[:, rank])
-    return torch.cat([start, given[len(ends) :]])
+running_log_sum = Running(torch.logaddexp, torch.logsumexp).along
+# Without gradients: whatever a maximum is, it cancels in the output.
+running_maximum = torch.no_grad()(Running(torch.maximum, torch.amax).along)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from deltarule.ops.checks import check_axes, check_dense
 from deltarule.ops.context import Context, check_context
 from deltarule.ops.context.rows import rows_before
-from deltarule.ops.history import history_rows, sequence_of, token_rows, with_history
+from deltarule.ops.history import last_rows, sequence_of, token_rows, with_history
 from deltarule.ops.pack import check_cu_seqlens
 from deltarule.shapes import Hidden, Mask, Offsets
 
@@ -128,15 +128,13 @@ class Layout:
             return y
         return y.index_select(1, token_rows(self.sequence, reach) - reach)
 
-    def next_history(self, extended: Tensor, reach: int) -> Tensor:
-        """[N, R, D] the last inputs of each sequence, from the result of `with_history`."""
-        if self.cu_seqlens is not None:
-            return extended[0, history_rows(self.cu_seqlens[1:], reach)]
-        if self.real is None:
-            # A copy, because a view would keep the whole call's inputs alive.
-            return extended[:, self.tokens :].clone()
-        rows = self.counts.unsqueeze(1) + torch.arange(reach, device=self.device)
-        return torch.take_along_dim(extended, rows.unsqueeze(-1), dim=1)
+    def next_history(self, x: Tensor, history: Tensor) -> Tensor:
+        """[N, R, D] the last inputs of each sequence, those of its history where it is shorter."""
+        return last_rows(x, history, **self.ends)
+
+    def one_back(self, x: Tensor, before: Tensor) -> Tensor:
+        """x_{t-1} [B, T, D] within each sequence, with before [N, 1, D] at its first token."""
+        return self.without_history(self.with_history(x, before)[:, :-1], 1)
 
 
 def make_layout(

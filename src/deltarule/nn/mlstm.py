@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
-from deltarule.nn.documents import change_of_scale, last_token, maximum_before, running_maximum
+from deltarule.nn.documents import change_of_scale, running_maximum
 from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.linear_attention import divided, with_one
 from deltarule.nn.linears import ExactLinear
@@ -57,7 +57,7 @@ def gates(projections: Projections, cap: float | None = None) -> tuple[Tensor, T
 
 
 def maxima(projections: Projections, cap: float | None) -> tuple[Tensor, ...]:
-    return projections.running or running_maximum(*gates(projections, cap), projections.rows)
+    return projections.running or running_maximum(*gates(projections, cap), projections.rows)[:2]
 
 
 class MLSTM(DeltaMixer):
@@ -108,12 +108,11 @@ class MLSTM(DeltaMixer):
         p = super().project(call)
         decay, beta = p.need("decay_logits"), p.need("beta_logits")
         p = replace(p, decay_logits=decay + self.decay_bias, beta_logits=beta + self.beta_bias)
-        logs, start = gates(p, self.cap), call.before["stabilizer"]
-        if (context := call.layout.context) is not None:
-            start = maximum_before(context, *logs, start)
-        running = running_maximum(*logs, call.layout, start)
-        call.after["stabilizer"] = last_token(running[1], call.layout, otherwise=start)
-        return replace(p, running=running)
+        *running, last = running_maximum(
+            *gates(p, self.cap), call.layout, call.before["stabilizer"]
+        )
+        call.after["stabilizer"] = last
+        return replace(p, running=tuple(running))
 
 
 class XLSTM7B(MLSTM):

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
-from deltarule.nn.documents import (
-    change_of_scale,
-    last_token,
-    maximum_before,
-    running_maximum,
-    token_before,
-)
+from deltarule.nn.documents import change_of_scale, last_token, running_maximum, token_before
 from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.rule import System
 from deltarule.nn.scan_mixer import VectorMixer
@@ -86,9 +80,7 @@ class RWKV4(VectorMixer):
         k, v, layout = computed(self.by_head(k)), computed(self.by_head(v)), call.layout
         log_decay, logits = (-self.A_log.exp()).expand(k.shape).flatten(-2), k.flatten(-2)
         start = call.before["stabilizer"].flatten(-2)
-        if layout.context is not None:
-            start = maximum_before(layout.context, log_decay, logits, start, NOTHING)
-        before, m = running_maximum(log_decay, logits, layout, start)
+        before, m, last = running_maximum(log_decay, logits, layout, start, NOTHING)
         rescaled = change_of_scale(log_decay, logits, before, m).view_as(k)
         before, m = (x.expand(logits.shape).reshape(k.shape) for x in (before, m))
         weight = torch.exp(k - m)
@@ -99,7 +91,7 @@ class RWKV4(VectorMixer):
         written, decay = last_token(both, layout).chunk(2, dim=-1)
         kept = decay.exp() * call.after["recurrent"].squeeze(-1)
         call.after["recurrent"] = (kept + written).unsqueeze(-1)
-        call.after["stabilizer"] = last_token(m, layout, otherwise=start.view(-1, *m.shape[2:]))
+        call.after["stabilizer"] = self.by_head(last)
         top = torch.maximum(before, self.bonus + k).detach()
         old, new = torch.exp(before - top), torch.exp(self.bonus + k - top)
         values, weights = read.chunk(2, dim=-1)

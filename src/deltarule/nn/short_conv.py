@@ -141,7 +141,7 @@ def plain_convolution(
         y = y if bias is None else y + bias.to(y.dtype)
         return finished(y, activated), extended[:, 1:].clone()
     y = layout.without_history(convolve(extended, weight, bias), reach)
-    return finished(y, activated), layout.next_history(extended, reach)
+    return finished(y, activated), layout.next_history(x, history)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, before: int = 0) -> Tensor:

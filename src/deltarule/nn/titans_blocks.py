@@ -156,8 +156,9 @@ class TitansMAG(Mixer):
         reach, size = self.kept_rows(), min(self.window, x.shape[1])
         extended = []
         for name, rows in (("keys", k), ("values", v)):
-            extended.append(layout.with_history(rows.flatten(-2), call.before[name]))
-            call.after[name] = layout.next_history(extended[-1], reach)
+            flat = rows.flatten(-2)
+            extended.append(layout.with_history(flat, call.before[name]))
+            call.after[name] = layout.next_history(flat, call.before[name])
         fill = -x.shape[1] % size
         q = F.pad(q, (0, 0, 0, 0, 0, fill)).unflatten(1, (-1, size))
         # [N, blocks, size + reach, H, K or V]

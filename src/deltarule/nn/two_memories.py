@@ -10,12 +10,11 @@ from torch import Tensor
 from deltarule import ops
 from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import COMMON
+from deltarule.nn.documents import running_log_sum
 from deltarule.nn.gates import computed
-from deltarule.nn.layout import Layout, silence_padding, split
+from deltarule.nn.layout import silence_padding, split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.rule import Arguments, System
-from deltarule.ops.context.rows import one_of_each
-from deltarule.ops.history import sequence_of
 
 # Keeps most decays near one, whatever the logit.
 TEMPERATURE = 8
@@ -86,24 +85,16 @@ class ABC(SlotMixer):
         return super().memories() | {"log_sum": (self.num_heads, self.num_slots)}
 
     def slots(self, logits: Tensor, call: LayerCall) -> Arguments:
-        layout, shape = call.layout, logits.shape[2:]
-        weighed = computed(logits).flatten(2)
-        before = computed(call.before["log_sum"]).flatten(1).unsqueeze(1)
-        if (context := layout.context) is not None:
-            ends = one_of_each(context, weighed[:, context.tail :].logsumexp(1))
-            first, others = before.split([len(weighed), len(before) - len(weighed)])
-            if context.goes_on:
-                # The first process has all there is: before it nothing was weighed.
-                first = ends[:, context.before].logsumexp(1, keepdim=True)
-            # Every process must reach the exchange of gradients, whether or not it looks back.
-            before = torch.cat([first + 0 * ends.sum(), others])
-        sums = running_log_sum(layout.with_history(weighed, before), layout)
-        call.after["log_sum"] = layout.next_history(sums, 1).squeeze(1).unflatten(1, shape)
-        earlier = layout.without_history(sums[:, :-1], 1)
-        log_sum = layout.without_history(sums[:, 1:], 1)
+        weighed, before = (computed(x).flatten(-2) for x in (logits, call.before["log_sum"]))
+        earlier, log_sum, last = running_log_sum(
+            torch.zeros_like(weighed), weighed, call.layout, before, LOG_ZERO
+        )
         # exp(s) / z and the decay: in logarithms nothing overflows, however large a logit is.
         slots, log_decay = (weighed - log_sum).exp(), earlier - log_sum
-        return {"slots": slots.unflatten(2, shape), "log_decay": log_decay.unflatten(2, shape)}
+        slots, log_decay, call.after["log_sum"] = (
+            split(x, self.num_heads, self.num_slots) for x in (slots, log_decay, last)
+        )
+        return {"slots": slots, "log_decay": log_decay}
 
 
 class GatedSlotAttention(SlotMixer):
@@ -135,20 +126,3 @@ class GatedSlotAttention(SlotMixer):
 
     def read(self, call: LayerCall) -> Tensor:
         return F.silu(super().read(call))
-
-
-def running_log_sum(x: Tensor, layout: Layout) -> Tensor:
-    """log(exp x_0 + ... + exp x_t) along each sequence of `Layout.with_history`, of reach 1.
-
-    In log2(T) steps: after the i-th a place holds the sum of the 2^i before it.
-    """
-    place = torch.arange(x.shape[1], device=x.device)
-    if layout.cu_seqlens is not None:
-        offsets = layout.cu_seqlens + torch.arange(len(layout.cu_seqlens), device=x.device)
-        place = place - offsets[sequence_of(offsets, len(place))]
-    shift = 1
-    while shift < x.shape[1]:
-        earlier = F.pad(x[:, :-shift], (0, 0, shift, 0), value=LOG_ZERO)
-        x = torch.where((place >= shift).unsqueeze(-1), torch.logaddexp(x, earlier), x)
-        shift *= 2
-    return x

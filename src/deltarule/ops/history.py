@@ -40,21 +40,22 @@ def sequence_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def last_rows(
-    written: Tensor, history: Tensor | None, reach: int, lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """[N, R, H, C] the last rows of each sequence, those of its history where it is shorter."""
-    device = written.device
+    x: Tensor, history: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """[N, R, ..] the last rows of each sequence, those of its history where it is shorter."""
+    history, reach, tokens = history.to(x.dtype), history.shape[1], x.shape[1]
     if cu_seqlens is not None:
-        starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
+        starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    elif lengths is not None:
+        starts = torch.arange(len(x), device=x.device)[:, None] * tokens
+        ends = starts + lengths[:, None]
     else:
-        starts = torch.arange(written.shape[0], device=device) * written.shape[1]
-        ends = starts + (written.shape[1] if lengths is None else lengths)
-    place = ends[:, None] - reach + torch.arange(reach, device=device)
-    own = (place >= starts[:, None])[..., None, None]
-    rows = written.flatten(0, 1)
-    found = rows[place.clamp(min=0)] if len(rows) else rows.new_zeros(*place.shape, *rows.shape[1:])
-    if history is None:
-        return torch.where(own, found, 0)
-    earlier = (place - starts[:, None] + reach).clamp(max=reach - 1)[..., None, None]
-    return torch.where(own, found, torch.take_along_dim(history, earlier, dim=1))
+        # A copy, because a view would keep all tokens alive.
+        return torch.cat([history[:, tokens:], x[:, max(tokens - reach, 0) :]], dim=1)
+    place = ends - reach + torch.arange(reach, device=x.device)
+    wide = (..., *[None] * (x.ndim - 2))
+    earlier = (place - starts + reach).clamp(max=reach - 1)[wide]
+    earlier = torch.take_along_dim(history, earlier, dim=1)
+    if x.numel() == 0:
+        return earlier
+    return torch.where((place >= starts)[wide], x.flatten(0, 1)[place.clamp(min=0)], earlier)

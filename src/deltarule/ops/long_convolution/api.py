@@ -6,13 +6,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from deltarule.ops.checks import check_state
 from deltarule.ops.dispatch import Implementation, Table, always
 from deltarule.ops.few_tokens import decodes
 from deltarule.ops.history import last_rows, sequence_of, token_rows, with_history
 from deltarule.ops.long_convolution import definition as reference
-from deltarule.ops.long_convolution.inputs import check_convolution, check_history
+from deltarule.ops.long_convolution.inputs import check_convolution
 from deltarule.ops.long_convolution.torch import operator
-from deltarule.ops.plain import PlainImpl, check_counts, run_plain
+from deltarule.ops.plain import PlainImpl, count_sequences, run_plain
 from deltarule.shapes import Keys, Offsets, Queries, RecurrentOutput, Values
 
 
@@ -67,11 +68,11 @@ def long_convolution(
 
     Source: Hyena, arXiv 2302.10866, section 3; of outer products, arXiv 2310.18780, section 4.
     """
-    check_convolution(v, taps, q, k, cu_seqlens)
-    sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    check_history(initial_state, v, taps, k, sequences)
-    if lengths is not None:
-        check_counts("lengths", lengths, v.shape[0], v.shape[1], v)
+    check_convolution(v, taps, q, k)
+    channels = v.shape[3] + (0 if k is None else k.shape[3])
+    # What came before: one row for every tap but that of the token itself.
+    size = count_sequences(v, lengths, cu_seqlens), taps.shape[1] - 1, v.shape[2], channels
+    check_state("initial_state", initial_state, v, size, "[N, L - 1, H, K + V]")
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(v.device)
     call = Convolution(v, taps, q, k, initial_state, lengths, cu_seqlens)
@@ -96,7 +97,10 @@ class Convolution(NamedTuple):
         v, history = self.v, self.initial_state
         written = v if self.k is None else torch.cat([self.k, v], dim=-1)
         wide = written.to(torch.promote_types(v.dtype, torch.float32))
-        state = last_rows(wide, history, self.taps.shape[1] - 1, self.lengths, self.cu_seqlens)
+        sequences = v.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+        zeros = wide.new_zeros(sequences, self.taps.shape[1] - 1, *wide.shape[2:])
+        before = zeros if history is None else history
+        state = last_rows(wide, before, self.lengths, self.cu_seqlens)
         others = self.taps, self.q, self.k, history
         if history is None:
             o = operator(v, self.taps, self.q, self.k, self.cu_seqlens)

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import FLOATS, check_gate, check_sequence, check_state, shape
-from deltarule.ops.pack import check_cu_seqlens
+from deltarule.ops.checks import FLOATS, check_gate, check_sequence, shape
 
 
 class ConvolutionInputs(NamedTuple):
@@ -23,9 +22,7 @@ class ConvolutionInputs(NamedTuple):
         return torch.promote_types(self.v.dtype, torch.float32)
 
 
-def check_convolution(
-    v: Tensor, taps: Tensor, q: Tensor | None, k: Tensor | None, cu_seqlens: Tensor | None
-) -> None:
+def check_convolution(v: Tensor, taps: Tensor, q: Tensor | None, k: Tensor | None) -> None:
     if not isinstance(v, Tensor) or v.ndim != 4 or v.dtype not in FLOATS:
         given = f"{v.dtype} {shape(v)}" if isinstance(v, Tensor) else type(v).__name__
         raise ValueError(f"v must be a floating-point tensor [B, T, H, V], got {given}")
@@ -42,18 +39,3 @@ def check_convolution(
         given = shape(taps) if isinstance(taps, Tensor) else type(taps).__name__
         raise ValueError(f"taps must be a tensor [H, L], L of 1 or more, got {given}")
     check_gate("taps", taps, v, {"[H, L]": (v.shape[2], taps.shape[1])})
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, v)
-
-
-def check_history(
-    state: Tensor | None, v: Tensor, taps: Tensor, k: Tensor | None, sequences: int
-) -> None:
-    """What came before: one row for every tap but that of the token itself."""
-    channels = v.shape[3] + (0 if k is None else k.shape[3])
-    size = sequences, taps.shape[1] - 1, v.shape[2], channels
-    if state is not None and isinstance(state, Tensor) and tuple(state.shape) != size:
-        raise ValueError(
-            f"initial_state must be [N, L - 1, H, K + V] = {list(size)}, got {shape(state)}"
-        )
-    check_state("initial_state", state, v, size)
