@@ -18,6 +18,7 @@ from deltarule.nn.layout import make_layout
 from deltarule.nn.linears import linears
 from deltarule.nn.short_conv import convolution_from_zeros
 from deltarule.ops import BetaLogits, DecayLogits
+from deltarule.ops.history import last_rows
 from deltarule.ops.sequences import computed
 
 
@@ -43,10 +44,8 @@ def note_history(hidden_states: Tensor, weight: Tensor) -> None:
     taps, tokens = weight.shape[1], real.shape[1]
     places = torch.arange(1, tokens + 1, device=real.device) * real
     ends = places.amax(1) + hidden_states.shape[-1] - tokens
-    # Zeros before the first one.
-    padded = torch.nn.functional.pad(hidden_states, (taps, 0))
-    rows = ends.unsqueeze(1) + torch.arange(taps, device=real.device)
-    NOTE.history = padded.gather(2, rows.unsqueeze(1).expand(-1, hidden_states.shape[1], -1))
+    x = hidden_states.mT
+    NOTE.history = last_rows(x, x.new_zeros(len(x), taps, x.shape[2]), ends, None).mT
 
 
 def convolution(
