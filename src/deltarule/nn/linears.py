@@ -248,7 +248,7 @@ def rounded(
 
 def gradient_of_weight(d_rows: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """dy^T x, not rounded to 16 bits on the way where that can be."""
-    if rows.is_cuda:
+    if rows.is_cuda and dtype != rows.dtype:
         return torch.mm(d_rows.mT, rows, out_dtype=dtype)
     return (d_rows.mT @ rows).to(dtype)
 
@@ -276,9 +276,7 @@ def products_back(
         if wanted[0]:
             total = d_rows @ whole if total is None else total.addmm_(d_rows, whole)
         if any(wanted[1 + i] for i in group.places):
-            same = dtype == rows.dtype
-            d_whole = d_rows.mT @ rows if same else gradient_of_weight(d_rows, rows, dtype)
-            parts = group.parts(d_whole, 0)
+            parts = group.parts(gradient_of_weight(d_rows, rows, dtype), 0)
             for i, part in zip(group.places, parts, strict=True):
                 found[1 + i] = part if wanted[1 + i] and d_outputs[i] is not None else None
     found[0] = None if total is None else total.view(x.shape)

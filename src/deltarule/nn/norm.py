@@ -163,8 +163,7 @@ class NormedProduct(torch.autograd.Function):
         d_x, made, d_weight = kernels.gated_norm_gradients(norm, d_n, d_gate, remakes)
         if learns:
             n = (d_n if remakes else n).view(-1, matrix.shape[1])
-            same = ctx.dtype == n.dtype
-            d_matrix = d_rows.mT @ n if same else gradient_of_weight(d_rows, n, ctx.dtype)
+            d_matrix = gradient_of_weight(d_rows, n, ctx.dtype)
         return d_x, made if d_gate is None else d_gate, d_weight, d_matrix, None, None, None, None
 
 
