@@ -13,7 +13,8 @@ from deltarule.models.bytes import BEGIN, VOCAB_SIZE
 from deltarule.models.sampling import DAMAGED, Sampling
 from deltarule.nn import ModelState
 from deltarule.nn.checks import check_integer
-from deltarule.ops.checks import check_axes, check_dense, readable
+from deltarule.nn.layout import check_mask
+from deltarule.ops.checks import check_axes, readable
 from deltarule.ops.context import Context, check_context
 from deltarule.ops.few_tokens import MAX_TOKENS
 from deltarule.ops.pack import check_cu_seqlens
@@ -50,12 +51,7 @@ def check_inputs(
         check_context(context, tokens.shape[1], "tokens", cu_seqlens)
         cu_seqlens = context.cu_seqlens(tokens.device)
     if mask is not None:
-        check_dense("mask", mask, " or None")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):
-        raise ValueError(
-            f"mask must be bool {list(tokens.shape)} like tokens, "
-            f"got {mask.dtype} {list(mask.shape)}"
-        )
+        check_mask(mask, tokens, "tokens")
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, tokens)
     if state is not None:

@@ -143,13 +143,9 @@ def make_layout(
     """Check the arguments that every layer shares, and work out where its tokens lie."""
     check_axes("x", x, "[B, T, hidden_size]", 3)
     if context is not None:
-        for name, given in (("cu_seqlens", cu_seqlens), ("mask", mask)):
-            if given is not None:
-                raise ValueError(
-                    f"{name} must be None with a context: make_context takes the offsets of packed "
-                    "documents, and no padding"
-                )
-        check_context(context, x.shape[1], "x")
+        if mask is not None:
+            raise ValueError("mask must be None with a context, which knows no padding")
+        check_context(context, x.shape[1], "x", cu_seqlens)
         return replace(make_layout(x, context.cu_seqlens(x.device), None), context=context)
     if cu_seqlens is not None:
         if mask is not None:
@@ -175,7 +171,8 @@ def front_mask(lengths: Tensor, tokens: int) -> Mask:
     return mask
 
 
-def _padded(x: Hidden, mask: Mask) -> Layout:
+def check_mask(mask: Mask, x: Tensor, name: str) -> None:
+    """Refuse what does not tell of each token of x [B, T, ...] whether it is real."""
     check_dense("mask", mask, " or None")
     if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
         raise ValueError(
@@ -183,7 +180,11 @@ def _padded(x: Hidden, mask: Mask) -> Layout:
             f"got {mask.dtype} {list(mask.shape)}"
         )
     if mask.device != x.device:
-        raise ValueError(f"mask is on {mask.device}, but x is on {x.device}")
+        raise ValueError(f"mask is on {mask.device}, but {name} is on {x.device}")
+
+
+def _padded(x: Hidden, mask: Mask) -> Layout:
+    check_mask(mask, x, "x")
     batch, tokens, _ = x.shape
     counts = mask.sum(dim=1)
     if getattr(mask, IN_FRONT, False):
