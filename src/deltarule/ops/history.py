@@ -32,6 +32,13 @@ def history_rows(offsets: Tensor, reach: int) -> Tensor:
     return (offsets + sequence * reach).unsqueeze(1) + place
 
 
+def offsets_of(cu_seqlens: Tensor | None, x: Tensor) -> Tensor:
+    """Offsets [N + 1] of the rows of x [B, T, ...], as if they lay end to end."""
+    if cu_seqlens is not None:
+        return cu_seqlens.to(x.device)
+    return torch.arange(x.shape[0] + 1, device=x.device) * x.shape[1]
+
+
 def sequence_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """[T] which packed sequence each token is of; an empty one has none."""
     token = torch.arange(tokens, device=cu_seqlens.device)
@@ -44,14 +51,12 @@ def last_rows(
 ) -> Tensor:
     """[N, R, ..] the last rows of each sequence, those of its history where it is shorter."""
     history, reach, tokens = history.to(x.dtype), history.shape[1], x.shape[1]
-    if cu_seqlens is not None:
-        starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
-    elif lengths is not None:
-        starts = torch.arange(len(x), device=x.device)[:, None] * tokens
-        ends = starts + lengths[:, None]
-    else:
+    if lengths is None and cu_seqlens is None:
         # A copy, because a view would keep all tokens alive.
         return torch.cat([history[:, tokens:], x[:, max(tokens - reach, 0) :]], dim=1)
+    offsets = offsets_of(cu_seqlens, x)[:, None]
+    starts, ends = offsets[:-1], offsets[1:]
+    ends = ends if lengths is None else starts + lengths[:, None]
     place = ends - reach + torch.arange(reach, device=x.device)
     wide = (..., *[None] * (x.ndim - 2))
     earlier = (place - starts + reach).clamp(max=reach - 1)[wide]

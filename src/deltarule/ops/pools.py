@@ -70,10 +70,3 @@ def check_room(name: str, room: Tensor | None, axes: str, size: Sequence[int], x
             f"{name} must be contiguous, {x.dtype} and on {x.device}, got {room.dtype} on "
             f"{room.device}"
         )
-
-
-def offsets_of(cu_seqlens: Tensor | None, x: Tensor) -> Tensor:
-    """Offsets [N + 1] of the rows of x [B, T, ...], as if they lay end to end."""
-    if cu_seqlens is not None:
-        return cu_seqlens.to(x.device)
-    return torch.arange(x.shape[0] + 1, device=x.device) * x.shape[1]

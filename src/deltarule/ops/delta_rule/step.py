@@ -10,9 +10,10 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
 from deltarule.ops.dispatch import Impl, Table, choose, why_no_triton
 from deltarule.ops.few_tokens import MAX_TOKENS, check_no_gradient
+from deltarule.ops.history import offsets_of
 from deltarule.ops.in_place import InPlace
 from deltarule.ops.plain import forms
-from deltarule.ops.pools import check_indices, check_pool, check_room, offsets_of
+from deltarule.ops.pools import check_indices, check_pool, check_room
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
 
 MAX_KEY_CHANNELS = 256

@@ -11,10 +11,10 @@ from deltarule.ops.dispatch import Impl, choose
 from deltarule.ops.few_tokens import check_no_gradient
 from deltarule.ops.fused import short_conv as fused
 from deltarule.ops.fused_kernels import why_not_fused
-from deltarule.ops.history import sequence_of, token_rows, with_history
+from deltarule.ops.history import offsets_of, sequence_of, token_rows, with_history
 from deltarule.ops.pack import check_cu_seqlens
 from deltarule.ops.plain import forms
-from deltarule.ops.pools import check_pool, check_room, check_slots, offsets_of
+from deltarule.ops.pools import check_pool, check_room, check_slots
 from deltarule.ops.serving import definition
 from deltarule.ops.serving.pool import read, write
 from deltarule.shapes import Hidden, Offsets

@@ -18,7 +18,8 @@ from deltarule.ops.delta_rule.step import STATE_DTYPES
 from deltarule.ops.delta_rule.torch import passes
 from deltarule.ops.dispatch import Impl, choose, first_that_runs
 from deltarule.ops.few_tokens import check_no_gradient
-from deltarule.ops.pools import check_pool, check_room, check_slots, offsets_of
+from deltarule.ops.history import offsets_of
+from deltarule.ops.pools import check_pool, check_room, check_slots
 from deltarule.ops.serving import definition
 from deltarule.ops.serving.pool import read, write
 from deltarule.shapes import Beta, Decay, Erase, Keys, Offsets, Outputs, Queries, State, Values

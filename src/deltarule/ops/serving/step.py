@@ -12,9 +12,10 @@ from deltarule.ops.delta_rule.step import STATE_DTYPES, triton_step, why_not_tri
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
 from deltarule.ops.dispatch import Impl, Table, choose
 from deltarule.ops.few_tokens import check_no_gradient
+from deltarule.ops.history import offsets_of
 from deltarule.ops.in_place import InPlace
 from deltarule.ops.plain import forms
-from deltarule.ops.pools import check_indices, check_pool, check_room, offsets_of
+from deltarule.ops.pools import check_indices, check_pool, check_room
 from deltarule.ops.serving.pool import read, write
 from deltarule.shapes import Beta, Decay, Erase, Keys, Offsets, Outputs, Queries, State, Values
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.history import sequence_of
+from deltarule.ops.history import offsets_of, sequence_of
 
 
 class SLSTMInputs(NamedTuple):
@@ -24,21 +24,13 @@ class SLSTMInputs(NamedTuple):
     @property
     def spans(self) -> tuple[Tensor, Tensor]:
         """[N] the first row of each sequence among all B T, and its tokens."""
-        batch, tokens = self.gates.shape[:2]
-        device = self.gates.device
-        if self.cu_seqlens is not None:
-            offsets = self.cu_seqlens.to(device, torch.int64)
-            return offsets[:-1], offsets.diff()
-        first = torch.arange(batch, device=device) * tokens
-        return first, torch.full_like(first, tokens) if self.lengths is None else self.lengths
+        offsets = offsets_of(self.cu_seqlens, self.gates).long()
+        return offsets[:-1], offsets.diff() if self.lengths is None else self.lengths
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
         """[B T] the sequence of each row, and how many tokens of it come before."""
-        batch, tokens = self.gates.shape[:2]
-        row = torch.arange(batch * tokens, device=self.gates.device)
-        if self.cu_seqlens is None:
-            return row // max(tokens, 1), row % max(tokens, 1)
-        first, _ = self.spans
-        sequence = sequence_of(self.cu_seqlens.to(row.device), tokens)
-        return sequence, row - first[sequence]
+        row = torch.arange(self.gates.shape[:2].numel(), device=self.gates.device)
+        offsets = offsets_of(self.cu_seqlens, self.gates)
+        sequence = sequence_of(offsets, len(row))
+        return sequence, row - offsets[sequence]
