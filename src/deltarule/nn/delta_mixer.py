@@ -47,6 +47,8 @@ class DeltaMixer(Mixer):
     options = COMMON | {"num_v_heads"}
     # Whether feature_map and qk_norm are options.
     maps_features: ClassVar[bool] = False
+    # Whether each value head has a gate, whose logits are a_proj x.
+    gates_heads: ClassVar[bool] = False
     # Whether a free erase has a strength that beta_max bounds.
     frees_strength: ClassVar[bool] = False
     # Whether the decay is exp(-exp(A_log) dt), so that longest_horizon means something.
@@ -117,6 +119,8 @@ class DeltaMixer(Mixer):
         for name in ("A_log", "dt_bias", "D"):
             self.register_parameter(name, None)
         self.a_proj = self.b_proj = None
+        if self.gates_heads:
+            self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
         if self.rule.erase == "tied":
             size = self.heads_of("beta") * self.n_steps
             self.b_proj = nn.Linear(self.hidden_size, size, bias=False)

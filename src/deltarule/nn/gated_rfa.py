@@ -6,7 +6,7 @@ z_t = g_t z_{t-1} + (1 - g_t) phi(k_t)              o_t = S_t phi(q_t) / (z_t^T 
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.feature_maps import normed_qkv
@@ -52,7 +52,4 @@ class GatedRFA(DeltaMixer):
     )  # fmt: skip
     maps_features = True
     default_feature_map = "random_fourier"
-
-    def build_gates(self) -> None:
-        super().build_gates()
-        self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
+    gates_heads = True

@@ -7,7 +7,6 @@ S_t = g_t S_{t-1} + v_t k_t^T        g_t = sigmoid(decay_logits_t)^(1/16)
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from deltarule.nn import gla
 from deltarule.nn.call import LayerCall
@@ -71,7 +70,4 @@ class GatedRetNet(RetNet):
         source="arXiv 2405.05254, section 3.1",
         arguments=gla.arguments,
     )  # fmt: skip
-
-    def build_gates(self) -> None:
-        super().build_gates()
-        self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
+    gates_heads = True
