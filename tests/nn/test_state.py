@@ -21,6 +21,26 @@ def test_saved_state_continues_bitwise(name, tmp_path):
     assert torch.equal(layer(x, loaded)[0], layer(x, state)[0])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_size_is_refused_by_name(name):
+    layer = make(name)
+    for size in (-1, 1.0, True):
+        with pytest.raises(ValueError, match=f"batch_size must be an integer .*, got {size}"):
+            layer.init_state(size)
+    assert {len(tensor) for tensor in layer.init_state(0).values()} == {0}
+
+
+@pytest.mark.parametrize("name", ["attention", "rwkv4"])
+def test_a_layer_is_exported_for_any_batch_size(name):
+    layer = make(name)
+    rows = {"x": {0: torch.export.Dim("rows", min=2)}, "state": None}
+    exported = torch.export.export(
+        layer, (inputs(3, 6),), {"state": None}, dynamic_shapes=rows, strict=False
+    ).module()
+    x = inputs(5, 6)
+    assert torch.equal(exported(x, state=None)[0], layer(x)[0])
+
+
 def test_model_state_round_trip_keeps_empty_layers_and_order(tmp_path):
     layers = [State(a=torch.full((1, 2), float(i))) for i in range(11)]
     state = ModelState([*layers, State()])

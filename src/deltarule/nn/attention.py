@@ -155,6 +155,7 @@ class Attention(Mixer):
         return numbers | found
 
     def init_state(self, batch_size: int) -> State:
+        checks.check_integer("batch_size", batch_size, 0)
         like = self.reference()
         size = batch_size, 0, self.num_kv_heads, self.head_dim
         rows = torch.zeros(size, dtype=like.dtype, device=like.device)

@@ -59,7 +59,7 @@ def positive(name: str, value: int) -> int:
 
 def check_integer(name: str, value: object, smallest: int, optional: bool = False) -> None:
     """Refuse what is no integer of `smallest` or more; the message says if it may be None."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < smallest:
         or_none = " or None" if optional else ""
         raise ValueError(f"{name} must be an integer of {smallest} or more{or_none}, got {value!r}")
 

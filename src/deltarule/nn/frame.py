@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
-from deltarule.nn.checks import check_input, check_state
+from deltarule.nn.checks import check_input, check_integer, check_state
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import Layout, shared_layout, split
 from deltarule.nn.norm import Activation
@@ -144,6 +144,7 @@ class Frame(nn.Module, ABC):
 
     def init_state(self, batch_size: int) -> State:
         """Return the state before the first token, for batch_size sequences."""
+        check_integer("batch_size", batch_size, 0)
         like = self.reference()
         dtype = torch.promote_types(torch.float32, like.dtype)
         state = State()
