@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from deltarule import nn, pack
+from deltarule import delta_rule, nn, pack
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import MIXERS, RULES, RWKV7, State, TitansLinear, TTTLinear
 from deltarule.nn.call import LayerCall
@@ -18,7 +19,7 @@ from deltarule.nn.two_memories import LOG_ZERO
 from deltarule.ops.delta_rule import definition
 from nn.layers import HIDDEN, LINEAR, NAMES, config, inputs, make
 from oracles import hgrn
-from tolerance import relative_rms
+from tolerance import assert_close, relative_rms
 
 
 def test_sizes_that_are_a_layers_own():
@@ -29,6 +30,28 @@ def test_sizes_that_are_a_layers_own():
     assert layer.head_v_dim == layer.head_k_dim == 6
     layer = TitansLinear(HIDDEN, num_heads=2, head_k_dim=8, head_v_dim=4, output_gate=False)
     assert layer(inputs(1, 5))[1]["recurrent"].shape == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "mamba1", "mesa", "slstm", "hyena"])
+def test_a_second_derivative_of_a_layer_is_refused_with_what_to_do_instead(name):
+    layer, x = make(name, torch.float64), inputs(1, 5, torch.float64).requires_grad_()
+    (gradient,) = torch.autograd.grad(layer(x)[0].sin().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="a layer takes no impl: use differences of"):
+        gradient.sum().backward()
+
+
+def test_differences_of_a_layers_gradients_are_its_second_derivative(monkeypatch):
+    layer, x = make("gated_deltanet", torch.float64), inputs(1, 5, torch.float64).requires_grad_()
+    along, step = torch.randn_like(x), 2**-17
+
+    def gradient(x, again=False):
+        return torch.autograd.grad(layer(x)[0].sin().sum(), x, create_graph=again)[0]
+
+    ahead, behind = (gradient(x + side * step * along) for side in (1, -1))
+    reference = partial(delta_rule, impl="reference")
+    monkeypatch.setitem(nn.delta_mixer.OPERATORS, "delta_rule", reference)
+    (exact,) = torch.autograd.grad(gradient(x, again=True), x, along)
+    assert_close((ahead - behind) / (2 * step), exact, dtype=torch.float32, gradient=True)
 
 
 @pytest.mark.parametrize("name", [name for name in LINEAR if RULES[name].erase == "tied"])

@@ -186,7 +186,8 @@ class Registered(Generic[Inputs]):
     def message(self) -> str:
         return (
             "a registered operator has a first reverse-mode derivative only: for forward-mode or "
-            f"second derivatives {self.rules.otherwise}"
+            f"second derivatives {self.rules.otherwise}; a layer takes no impl: use differences of "
+            "its outputs or gradients in float64"
         )
 
     def no_derivative(self, ctx: Any, *_: Any) -> None:
