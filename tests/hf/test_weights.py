@@ -52,7 +52,8 @@ CONFIGS = {
          "embedding_multiplier": 5.0},
     ),
     "granitemoehybrid, dense and turned": (
-        "granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}
+        "granitemoehybrid",
+        {"num_local_experts": 0, "position_embedding_type": "rope", "attention_multiplier": None},
     ),
     "nemotron_h": ("nemotron_h", {}),
     "nemotron_h, experts": (

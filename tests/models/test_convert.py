@@ -76,6 +76,19 @@ def test_a_file_may_have_sizes_of_layers_that_the_model_has_none_of():
     }  # fmt: skip
     config = FAMILIES["granitemoehybrid"].config(stored | {"model_type": "granitemoehybrid"})
     assert (config.layer_types, config.n_groups) == (("attention", "attention"), 1)
+    assert config.attention_multiplier == 1.0
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1"])
+def test_the_usual_scale_of_attention_is_written_as_a_number(family, tmp_path):
+    mixers = ("mamba2", "attention") if family == "granitemoehybrid" else "mamba2+attention"
+    options = SMALL | {"num_attention_heads": 4, "head_v_dim": 32, "conv_bias": True}
+    turned = {"partial_rotary_factor": float(family == "falcon_h1")}
+    model = CausalLM(ModelConfig(layer_types=mixers, **options, **turned))
+    model.save(tmp_path / "theirs", family)
+    read, tokens = CausalLM.load(tmp_path / "theirs"), torch.arange(61)[None]
+    assert read.config.attention_multiplier == 8**-0.5
+    assert torch.equal(model(tokens)[0], read(tokens)[0])
 
 
 def test_a_parameter_without_a_name_is_refused():

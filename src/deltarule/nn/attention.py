@@ -135,10 +135,9 @@ class Attention(Mixer):
             check_known("qk_norm", qk_norm, ("head", "all"))
         flags = {"output_gate": output_gate, "zero_centered_norm": zero_centered_norm}
         checks.check_flags(flags)
-        if scale is not None:
-            checks.above_zero("scale", scale)
         self.attention_qk_norm, self.zero_centered_norm = qk_norm, zero_centered_norm
-        self.norm_eps, self.scale = checks.above_zero("norm_eps", norm_eps), scale
+        self.norm_eps = checks.above_zero("norm_eps", norm_eps)
+        self.scale = checks.above_zero("scale", checks.default(scale, self.head_dim**-0.5))
         self.q_norm, self.k_norm = self._norm(num_heads), self._norm(self.num_kv_heads)
 
     def _norm(self, heads: int) -> RMSNorm | None:
@@ -227,7 +226,7 @@ class Attention(Mixer):
         before = self.state_before(None, layout)
         q, k, _ = self._project(x, layout.positions(before["length"]))
         scores = torch.einsum("bihd, bjhd -> bhij", q, self._keys(k))
-        scores = scores * checks.default(self.scale, self.head_dim**-0.5)
+        scores = scores * self.scale
         tokens = x.shape[1]
         _, visible = Sight(tokens, tokens, x.device, self.window).mask(0, tokens)
         return scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)

@@ -141,6 +141,14 @@ def write_experts(config: ModelConfig) -> Options:
     }  # fmt: skip
 
 
+def read_scale(fields: Fields, found: Options) -> Options:
+    """Of scores: absent, it is 1, as any factor; null, PyTorch's attention takes the usual one."""
+    usual = (found["hidden_size"] / found["num_attention_heads"]) ** -0.5
+    null = fields.left.get("attention_multiplier", 1.0) is None
+    factor = fields.factor("attention_multiplier")
+    return {"attention_multiplier": usual if null else factor}
+
+
 GRANITE = (
     options.only({"normalization_function": "rmsnorm", "init_method": "mup"}),
     *hybrid.stream(),
@@ -152,8 +160,7 @@ GRANITE = (
     Entry(read_experts, write_experts),
     options.factor("embedding_multiplier"),
     options.factor("residual_multiplier"),
-    options.factor("attention_multiplier", value=lambda config:
-        config.attention_multiplier or (config.attention_head_dim or config.hidden_size) ** -0.5),
+    Entry(read_scale, lambda config: {"attention_multiplier": config.attention_multiplier}),
     Entry(
         lambda fields, found: {"lm_head_multiplier": 1 / fields.factor("logits_scaling")},
         lambda config: {"logits_scaling": digits(1 / config.lm_head_multiplier)},

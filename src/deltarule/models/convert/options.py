@@ -169,8 +169,8 @@ def number(theirs: str, ours: str, default: float | None = None) -> Entry:
     return option(theirs, ours, Fields.number, default)
 
 
-def factor(name: str, value: Value | None = None) -> Entry:
-    return option(name, name, lambda fields, name, _: fields.factor(name), value=value)
+def factor(name: str) -> Entry:
+    return option(name, name, lambda fields, name, _: fields.factor(name))
 
 
 def flag(theirs: str, ours: str, default: bool) -> Entry:
