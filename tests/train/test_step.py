@@ -168,6 +168,9 @@ def test_steps_of_growing_lengths_leave_the_first_graphs_behind(captures):
     assert captured_after(1, MOST + 2) == captured_after(1, 3) == MOST + 2
     assert captured_after(WARM_UP, 1) == MOST + 2
     assert captured_after(1, 1) == MOST + 3
+    # The one that went for it is the one that was not replayed for the longest time.
+    assert captured_after(1, 3) == MOST + 3
+    assert captured_after(WARM_UP + 1, 4) == MOST + 4
 
 
 def packed(index):

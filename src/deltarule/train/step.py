@@ -21,7 +21,7 @@ from deltarule.train.optimizer import EPSILON, gradient_norm
 Part = Sequence[Tensor]
 # Steps of one kind before its capture: kernels are compiled and libraries take their memory.
 WARM_UP = 3
-# Graphs that are kept: lengths that grow leave the first of them behind.
+# Graphs that are kept, those that were replayed last: lengths that grow leave others behind.
 MOST = 8
 
 
@@ -103,14 +103,14 @@ class TrainingStep:
         # that the optimizer does not know of.
         places = MOVES[0], *[parameter.data_ptr() for parameter in self.parameters]
         key = places, tuple(tuple((x.shape, x.dtype) for x in part) for part in parts)
-        if (known := self.captured.get(key)) is None:
-            seen = self.seen[key] = self.seen.get(key, 0) + 1
-            if seen <= WARM_UP:
+        if (known := self.captured.pop(key, None)) is None:
+            if (seen := self.seen.pop(key, 0)) < WARM_UP:
+                self.seen[key] = seen + 1
                 return self.aside(parts)
-            known = self.captured[key] = self.capture(parts)
-            del self.seen[key]
-            if len(self.captured) > MOST:
+            known = self.capture(parts)
+            if len(self.captured) >= MOST:
                 del self.captured[next(iter(self.captured))]
+        self.captured[key] = known
         for mine, given in zip(chain(*known.parts), chain(*parts), strict=True):
             mine.copy_(given, non_blocking=True)
         known.graph.replay()
