@@ -1,13 +1,19 @@
-"""The layers over `selective_scan` on a GPU: the operator's kernels beside PyTorch's operations.
+"""Layers without `delta_rule` on a GPU: our kernels, PyTorch's operations, sLSTM's authors' kernel.
 
     python -m bench.scans --output FILE
 
-8x2048 tokens, 1024 channels, bfloat16. What is timed is the operator alone, with what a new layer
-gives it for random tokens, and gradients by all of it.
+8x2048 tokens in bfloat16. Of layers over `selective_scan`, with 1024 channels, the operator alone
+is timed, with what a new layer gives it for random tokens, and gradients by all of it. sLSTM, a
+program a head and with heads split over programs, has gradients by its gates, and is called from
+Python: the authors' CUDA kernel (`pip install xlstm`) cannot be captured in a CUDA graph. Its first
+call compiles it, which takes half a minute.
 """
 
+import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -16,17 +22,27 @@ from torch import Tensor
 
 from bench import results
 from bench.timing import event_times, warm_ms
+from deltarule import slstm
 from deltarule.nn import MIXERS
+from deltarule.ops.plain import PlainImpl
 from deltarule.ops.selective_scan.api import IMPLEMENTATIONS
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.shapes import RecurrentOutput
 
 BATCH, TOKENS, CHANNELS, HEADS = 8, 2048, 1024, 8
-REPEATS, WARM_UP = 5, 2
+REPEATS, WARM_UP = 10, 3
 # Longer calls are run once more only: PyTorch takes half a second for some.
-LONG_MS = 100
+LONG_MS = 300
 SIDES = {"deltarule": "triton", "PyTorch": "torch"}
 LAYERS = ["lru", "rg_lru", "hgrn", "rwkv4", "mamba1", "signed_mamba1", "dfw", "longhorn_released"]
+# Of sLSTM, by their channels.
+SLSTM_HEADS = {64: 16, 256: 4}
+Run = Callable[[Tensor, Tensor], Tensor]
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    long = event_times([run], 1)[0] > LONG_MS
+    return warm_ms(run, *((1, 0) if long else (REPEATS, WARM_UP)))
 
 
 def inputs_of(name: str, device: str, sizes: tuple[int, int, int]) -> ScanInputs:
@@ -82,17 +98,70 @@ def figures(
         first = first or outputs
         pairs = zip(outputs, first, strict=True)
         apart = max(((x - y).norm() / y.norm()).item() for x, y in pairs)
-        row: results.Row = {"apart": apart, "both_ms": None}
-        if device == "cuda":
-            long = event_times([both], 1)[0] > LONG_MS
-            row["both_ms"] = warm_ms(both, *((1, 0) if long else (REPEATS, WARM_UP)))
-        yield side, row
+        yield side, {"apart": apart, "both_ms": milliseconds(both)}
 
 
-def found(_: results.Row) -> Iterator[results.Found]:
+def ours(gates: Tensor, recurrent: Tensor, impl: PlainImpl = "auto") -> Tensor:
+    """o [B, T, heads, channels] of gates [B, T, 4, heads, channels]."""
+    return slstm(gates.transpose(2, 3), recurrent.permute(0, 2, 3, 1).contiguous(), impl=impl).o
+
+
+def theirs(heads: int, channels: int) -> Run:
+    """The authors' cell, weights [heads, from, 4, to] in bfloat16."""
+    cell = importlib.import_module("xlstm.blocks.slstm.cell")
+    config = cell.sLSTMCellConfig(
+        hidden_size=heads * channels, num_heads=heads, batch_size=BATCH, backend="cuda",
+        dtype="bfloat16", dtype_b="float32", enable_automatic_mixed_precision=False,
+    )  # fmt: skip
+    layer = cell.sLSTMCell_cuda(config).cuda()
+    torch.nn.init.zeros_(layer._bias_)
+
+    def run(gates: Tensor, recurrent: Tensor) -> Tensor:
+        with torch.no_grad():
+            layer._recurrent_kernel_.copy_(layer._recurrent_kernel_ext2int(recurrent))
+        o: Tensor = layer(gates.flatten(2))[0]
+        return o.transpose(1, 2)
+
+    return run
+
+
+def slstm_figures(
+    channels: int, sizes: tuple[int, int] = (BATCH, TOKENS)
+) -> Iterator[tuple[str, results.Row]]:
+    """Milliseconds of both passes, gradients by the gates, and the error of o, of each side."""
+    from deltarule.ops.slstm.triton import split
+
+    heads = SLSTM_HEADS[channels]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sides: dict[str, Run] = {"deltarule, a program a head": ours, "deltarule": ours}
+    sides["PyTorch"] = partial(ours, impl="torch")
+    if find_spec("xlstm"):
+        sides["xlstm"] = theirs(heads, channels)
+    gates = torch.randn(*sizes, 4, heads, channels, device=device).bfloat16()
+    recurrent = torch.randn(heads, channels, 4, channels, device=device) / channels**0.5
+    recurrent, weight = recurrent.bfloat16().float(), torch.randn_like(gates[:, :, 0])
+    exact = ours(gates[:2].double(), recurrent.double())
+    leaf = gates.clone().requires_grad_()
+    for name, run in sides.items():
+
+        def both(run: Run = run) -> Tensor:
+            return torch.autograd.grad(run(leaf, recurrent), leaf, weight)[0]
+
+        with mock.patch.object(split, "SPLITS", name != "deltarule, a program a head"):
+            error = (run(gates, recurrent)[:2].double() - exact).norm() / exact.norm()
+            forward, twice = milliseconds(partial(run, gates, recurrent)), milliseconds(both)
+        yield name, {"relative_rms": error.item(), "forward_ms": forward, "both_ms": twice}
+
+
+def found(report: results.Row) -> Iterator[results.Found]:
     for name in LAYERS:
         for side, row in figures(name):
             yield side, {"kind": "scan", "layer": name}, row
+    if find_spec("xlstm"):
+        report["versions"]["xlstm"] = version("xlstm")
+    for channels, heads in SLSTM_HEADS.items():
+        for side, row in slstm_figures(channels):
+            yield side, {"kind": "slstm", "heads": heads, "channels": channels}, row
 
 
 if __name__ == "__main__":

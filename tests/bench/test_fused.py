@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from bench import fused
-from bench import slstm as bench_slstm
+from bench import fused, scans
 from promised import promised
 
 promised("triton")
@@ -39,7 +38,7 @@ def test_every_call_runs(name, monkeypatch):
 
 def test_weights_lie_as_the_authors_have_them():
     gates, recurrent = torch.randn(1, 3, 4, 2, 5), torch.randn(2, 5, 4, 5)
-    o, before = bench_slstm.ours(gates, recurrent), torch.zeros(1, 1, 4, 2, 5)
+    o, before = scans.ours(gates, recurrent), torch.zeros(1, 1, 4, 2, 5)
     first = slstm(gates[:, :1].transpose(2, 3), torch.zeros(2, 4, 5, 5)).o
     # From the output of a head to each of its gates.
     before[:, 0] = torch.einsum("bhc,hcgd->bghd", first[:, 0], recurrent)
@@ -60,12 +59,12 @@ def test_each_side_is_what_it_says(monkeypatch):
 
     monkeypatch.setattr(api, "backend_of", found)
     monkeypatch.setattr(split, "IN_TURNS", True)
-    monkeypatch.setitem(bench_slstm.HEADS, 16, 1)
+    monkeypatch.setitem(scans.SLSTM_HEADS, 16, 1)
     runs = api.IMPLEMENTATIONS["triton"]._replace(why_not=lambda inputs: None)
     monkeypatch.setitem(api.IMPLEMENTATIONS, "triton", runs)
-    monkeypatch.setattr(bench_slstm, "find_spec", lambda name: None)
-    monkeypatch.setattr(bench_slstm, "REPEATS", 1)
-    sides = dict(bench_slstm.figures(16, (1, 3)))
+    monkeypatch.setattr(scans, "find_spec", lambda name: None)
+    monkeypatch.setattr(scans, "REPEATS", 1)
+    sides = dict(scans.slstm_figures(16, (1, 3)))
     assert list(sides) == ["deltarule, a program a head", "deltarule", "PyTorch"]
     assert all(row["both_ms"] > 0 for row in sides.values())
     # The first call is the definition's, in float64, by what "auto" takes.

@@ -13,10 +13,12 @@ PATCHED = ROOT / "docs/transformers/patch.md"
 
 
 @pytest.mark.parametrize("name", scans.LAYERS)
-def test_every_layer_gives_the_operator_its_inputs(name: str) -> None:
+def test_every_layer_gives_the_operator_its_inputs(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(scans, "REPEATS", 1)
     (_, kernels), (_, plain) = scans.figures(name, "cpu", (1, 20, 64))
     assert "CUDA" in kernels["error"]
-    assert plain == {"apart": 0, "both_ms": None}
+    assert plain["apart"] == 0
+    assert plain["both_ms"] > 0
 
 
 def table_rows(page: Path) -> list[list[str]]:
