@@ -72,20 +72,10 @@ def write_expressions(
     signs = starts + 1 + left_sizes
     operators = rng.integers(PLUS, TIMES + multiply, size=len(sizes))
     tokens[starts], tokens[signs], tokens[starts + sizes - 1] = OPEN, operators, CLOSE
-    left, right = np.split(
-        write_expressions(
-            tokens,
-            np.concatenate([starts + 1, signs + 1]),
-            np.concatenate([left_sizes, sizes - left_sizes - 3]),
-            multiply,
-            rng,
-        ),
-        2,
-    )
-    results = np.select(
-        [operators == PLUS, operators == MINUS], [left + right, left - right], left * right
-    )
-    values[~short] = results % MODULUS
+    parts = np.append(starts + 1, signs + 1), np.append(left_sizes, sizes - left_sizes - 3)
+    left, right = np.split(write_expressions(tokens, *parts, multiply, rng), 2)
+    added = left + np.where(operators == MINUS, -right, right)
+    values[~short] = np.where(operators == TIMES, left * right, added) % MODULUS
     return values
 
 

@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -145,12 +145,11 @@ class Config:
         """One haystack and one value in place of any."""
         if "any" not in (self.haystack, self.value):
             return self
-        haystack, value = HAYSTACKS[rng.integers(2)], VALUES[rng.integers(2)]
-        return replace(
-            self,
-            haystack=haystack if self.haystack == "any" else self.haystack,
-            value=value if self.value == "any" else self.value,
-        )
+        drawn: dict[str, Any] = {
+            "haystack": HAYSTACKS[rng.integers(2)],
+            "value": VALUES[rng.integers(2)],
+        }
+        return replace(self, **{k: x for k, x in drawn.items() if getattr(self, k) == "any"})
 
 
 def prosaic(room: int, prose: Prose, rng: np.random.Generator) -> list[str]:
