@@ -104,6 +104,7 @@ def test_fuzzy_recall_reads_as_words(training):
             assert 1 <= len(value) == len(set(value)) <= 3
             assert len(key) == len(set(key)) <= 3
             assert training or len(key) == 3
+            again = key in memory
             known = memory.setdefault(key, value)
             assert known == value
             at += len(key)
@@ -111,6 +112,8 @@ def test_fuzzy_recall_reads_as_words(training):
                 repeated = answers[at - 1 : at - 1 + len(value)]
                 fresh = (repeated == NO_LABEL).all()
                 assert fresh or repeated.tolist() == list(value)
+                # The pair at the end is asked for even if it was not shown.
+                assert fresh != (again or at + len(value) == len(sequence))
                 asked += not fresh
             at += len(value)
         shown += pairs.count(pairs[-1]) > 1
