@@ -23,8 +23,8 @@ LEAST_CHUNKS = 4
 MOST_WAVES = 4
 # Channels of the largest transition matrix that fits beside the state that it acts on.
 WIDEST = 128
-# Chunks of a segment in float32 beyond which narrow tiles lose more by length than they win.
-LONGEST_FLOAT32 = 16
+# By bytes of a number: chunks of a segment beyond which narrow tiles lose more than they win.
+LONGEST = {2: math.inf, 4: 16}
 # The first architecture with a copy engine; before, its tiles are gathered at great cost.
 COPY_ENGINE = 90
 # The first whose products leave their sums in a memory of 512 columns, which is soon full.
@@ -95,9 +95,8 @@ def new_plan(inputs: Inputs) -> Plan:
         tile, half = (tile_sizes.configuration("next_state", x)["BV"] for x in (key, narrow))
         per_segment, shorter = (chunks_per_segment(inputs, size, x) for x in (tile, half))
         programs = inputs.sequences * value_heads * blocks(value_size, half)
-        at_once = programs <= multiprocessors(inputs.q.device)
-        worth = half < tile and at_once and (shorter or not per_segment)
-        worth = worth and (key.element_bytes < 4 or shorter <= LONGEST_FLOAT32)
+        worth = half < tile and programs <= multiprocessors(inputs.q.device)
+        worth = worth and (shorter > 0 or not per_segment) and shorter <= LONGEST[key.element_bytes]
         if worth and on_hopper(inputs.q):
             from deltarule.ops.delta_rule.gluon.gradient_stage import keeps_tiles
 
@@ -211,7 +210,7 @@ def arguments(inputs: Inputs, plan: Plan) -> dict[str, Any]:
 
 
 class Window(NamedTuple):
-    """The chunks [number, number + 1) * chunks of every stretch, or (kind "row") of the row."""
+    """Chunks [number, number + 1) * chunks of every stretch, of the row ("row") or all ("none")."""
 
     kind: str
     number: int | None
@@ -221,7 +220,6 @@ class Window(NamedTuple):
         return {"WINDOW": self.kind, "window": self.number, "per_window": self.chunks}
 
 
-# All chunks.
 WHOLE = Window("none", None, None)
 
 
