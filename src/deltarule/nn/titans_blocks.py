@@ -23,6 +23,7 @@ from deltarule.nn.norm import RMSNorm
 from deltarule.nn.rotation import rotate
 from deltarule.nn.state import State
 from deltarule.nn.titans import TitansMLP
+from deltarule.ops.mini_batches import lay_out
 
 WINDOW, PERSISTENT = 128, 4
 # What the memory has as the layer has it.
@@ -257,29 +258,19 @@ class TitansMAC(TitansMAG):
         if layout.tokens == 0:
             call.after.update(state.clone())
             return call.x
-        slot = torch.arange(self.window, device=call.x.device).unsqueeze(0)
-        if layout.tokens == 1:
-            slot = place.unsqueeze(1)
-            y, state = self.mix_segment(call.x, slot, layout.counts.unsqueeze(1) > 0, state)
-            call.after.update(state)
-            return y
-        segments = (layout.tokens + 2 * self.window - 2) // self.window
-        token = torch.arange(segments * self.window, device=call.x.device) - place.unsqueeze(1)
-        real = (token >= 0) & (token < layout.counts.unsqueeze(1))
-        token = token.clamp(0, layout.tokens - 1).unsqueeze(-1)
-        x = torch.take_along_dim(call.x, token, dim=1).masked_fill(~real.unsqueeze(-1), 0)
+        segments = lay_out(call.x, self.window, position=place, lengths=layout.counts)
+        parts = segments.cut(call.x.unsqueeze(2)).squeeze(2)
         outputs = []
-        for part, here in zip(x.split(self.window, 1), real.split(self.window, 1), strict=True):
-            y, state = self.mix_segment(part, slot, here, state)
+        for x, slot, real in zip(parts, segments.within, segments.real, strict=True):
+            y, state = self.mix_segment(x, slot, real, state)
             outputs.append(y)
         call.after.update(state)
-        index = place.unsqueeze(1) + torch.arange(layout.tokens, device=call.x.device)
-        return torch.take_along_dim(torch.cat(outputs, dim=1), index.unsqueeze(-1), dim=1)
+        return segments.join(torch.stack(outputs).unsqueeze(2)).squeeze(2)
 
     def mix_segment(
         self, x: Tensor, slot: Tensor, real: Tensor, state: State
     ) -> tuple[Tensor, State]:
-        """[N, L, D] of tokens at the slots [N or 1, L] of a segment: all of it, or one of each."""
+        """[N, L, D] of tokens at the slots [N, L] of a segment: all of it, or one of each."""
         slots = torch.arange(self.window, device=x.device)
         here = (real & (slots == slot)).unsqueeze(-1)
         at_h, at_x = (slot + self.num_persistent + shift for shift in (0, self.window))
