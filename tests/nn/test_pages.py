@@ -57,6 +57,15 @@ def test_the_readme_counts_what_there_is():
     readme = " ".join((root / "README.md").read_text().split())
     assert f"layers of {len(SYSTEMS)} published systems" in readme
     assert f"checkpoints of {len(FAMILIES)} model types" in readme
-    rows = json.loads((root / "docs/figures/bench_h200_whole.json").read_text())["rows"]
-    (ms,) = (row["ms_per_token"] for row in rows if row["kind"] == "generate" and row["batch"] == 1)
+    tokens, steps = figures("bench_h200_generate_peers"), figures("bench_h200_train_fla")
+    ms, theirs = (tokens["1.5B", 1, peer]["ms_per_token"] for peer in ("deltarule", "fla"))
     assert f"generates a token in {ms:.2f} ms" in readme
+    assert f"flash-linear-attention's model takes {theirs:.0f} ms" in readme
+    ms, theirs = (steps["148M", None, peer]["graph_ms"] for peer in ("deltarule", "fla"))
+    assert f"trains in {ms:.1f} ms a step, theirs in {theirs:.0f} by the same loop" in readme
+
+
+def figures(report):
+    """Rows of a report by model, batch and peer."""
+    rows = json.loads((PAGES.parents[1] / f"docs/figures/{report}.json").read_text())["rows"]
+    return {(row["model"], row.get("batch"), row["peer"]): row for row in rows}
