@@ -25,10 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from deltarule.ops.delta_rule.gluon.channel_memory import RANGE, SHIFT, UNSHIFT, of_chunk
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATE, GATES, product
-from deltarule.ops.runtime.gluon_tiles import barrier
+from deltarule.ops.runtime.gluon_tiles import barrier, square
 
 # [8 or 16 tokens, K]: of 16 bits eight lanes have a row of 128 bytes, as it is swizzled.
 COPIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 2], [1, 0]))
+# The same of words of two numbers.
+WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [2, 2], [1, 0]))
 # Of a float32 number's bits those that bfloat16 has.
 HIGH_BITS = gl.constexpr(-65536)
 # [16 tokens, K]: eight lanes add up the channels of a token.
@@ -38,13 +40,27 @@ ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
+def numbers(tile, FIRST: gl.constexpr, ROWS: gl.constexpr):
+    """Rows of a tile in float32; a word has two, of which one takes a shift and one a mask."""
+    K: gl.constexpr = tile.shape[1]
+    words = tile._reinterpret(gl.int32, [CHUNK, K // 2], square(bits=32))
+    words = words.slice(FIRST, ROWS).load(WORDS)
+    even = (words * 65536).to(gl.float32, bitcast=True)
+    odd = (words & HIGH_BITS).to(gl.float32, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [ROWS, K]), COPIES)
+
+
+@gluon.jit
 def leave_copies(
-    shared, slot, decays, number, scale, K: gl.constexpr, FIRST: gl.constexpr, ROWS: gl.constexpr,
-    FORM: gl.constexpr,
+    shared, slot, decays, number, far, scale, K: gl.constexpr, FIRST: gl.constexpr,
+    ROWS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """q and k of some tokens scaled, in their places and to `near` and `near_low`; k rest.
 
-    SAVE: they go to global memory, too, in the order in which lanes have them.
+    That is k near 2^(c_end + SHIFT), unless some tokens of the chunk decay too far (`far`).
+
+    SAVE: they go to global memory, too, in the order in which lanes have them. All powers are taken
+    then: what others are made of would have to be kept, and its registers are full.
     """
     tiles, _, _, saved = shared
     TOKEN: gl.constexpr = gl.SliceLayout(1, COPIES)
@@ -54,22 +70,27 @@ def leave_copies(
     sums = decays._reinterpret(gl.float32, [CHUNK, K], PLAIN_1D)
     c_end = sums.index(CHUNK - 1).load(gl.SliceLayout(0, COPIES))[None, :]
     c = decays.slice(FIRST, ROWS).load(COPIES)
-    b_q, b_k = q.load(COPIES).to(gl.float32), k.load(COPIES).to(gl.float32)
+    if FORM.SAVE:
+        b_q, b_k = q.load(COPIES).to(gl.float32), k.load(COPIES).to(gl.float32)
+    else:
+        b_q = numbers(tiles.q.index(slot), FIRST, ROWS)
+        b_k = numbers(tiles.k.index(slot), FIRST, ROWS)
     if FORM.NORMS:
         b_q *= tiles.gates.index(gate + GATE.READ).slice(FIRST, ROWS).load(TOKEN)[:, None]
         b_k *= tiles.gates.index(gate + GATE.WRITE).slice(FIRST, ROWS).load(TOKEN)[:, None]
-    up = gl.exp2(c + SHIFT)
+    shifted = c + SHIFT
+    up = gl.exp2(shifted)
     q.store((b_q * up).to(dtype))
     if FORM.TIED:
         k.store((b_k * up).to(dtype))
-    near = b_k * gl.exp2(-SHIFT - c)
+    near = b_k * gl.exp2(-SHIFT - c if FORM.SAVE else shifted * -1.0)
     # Cut off and not rounded: the rest makes up for it, and one conversion is for two numbers.
     high = (near.to(gl.int32, bitcast=True) & HIGH_BITS).to(gl.float32, bitcast=True)
     out = tiles.near.index(0).slice(FIRST, ROWS) if FORM.TIED else k
     out.store(high.to(dtype))
     tiles.near_low.index(0).slice(FIRST, ROWS).store((near - high).to(dtype))
-    rest = (b_k * gl.exp2(c_end - c)).to(dtype)
     if FORM.SAVE:
+        rest = (b_k * gl.exp2(c_end - c)).to(dtype)
         o_t = FIRST + gl.arange(0, ROWS, TOKEN)[:, None]
         at = number.to(gl.int64) * (CHUNK * K)
         o_k = o_t * K + gl.arange(0, K, gl.SliceLayout(0, COPIES))[None, :]
@@ -77,6 +98,11 @@ def leave_copies(
         if FORM.TIED:
             gl.store(saved.erase + at + o_k, (b_k * up * UNSHIFT).to(dtype))
         gl.store(saved.write + at + o_k, rest)
+    else:
+        rest = (near * gl.exp2(c_end + SHIFT)).to(dtype)
+        if far == 1:
+            # `near` may be infinite. Sums are read again: a choice would cost all chunks powers.
+            rest = (b_k * gl.exp2(c_end - decays.slice(FIRST, ROWS).load(COPIES))).to(dtype)
     return rest
 
 

@@ -63,8 +63,8 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
         mbarrier.arrive(barriers.sums.index(0))
         if FORM.SAVE:
             gl.store(saved.fast_rows + number, fast)
-        third = leave_copies(shared, slot, decays, number, scale, K, 2 * BLOCK, BLOCK, FORM)
-        fourth = leave_copies(shared, slot, decays, number, scale, K, 3 * BLOCK, BLOCK, FORM)
+        third = leave_copies(shared, slot, decays, number, far, scale, K, 2 * BLOCK, BLOCK, FORM)
+        fourth = leave_copies(shared, slot, decays, number, far, scale, K, 3 * BLOCK, BLOCK, FORM)
         if far == 0:
             mbarrier.wait(empty, phase_before)
         tiles.write.index(0).slice(2 * BLOCK, BLOCK).store(third)

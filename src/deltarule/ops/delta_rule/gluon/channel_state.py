@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deltarule.ops.delta_rule.gluon.channel_memory import UNSHIFT, decays_of, of_chunk
-from deltarule.ops.delta_rule.gluon.channel_pairs import leave_copies, leave_scores
+from deltarule.ops.delta_rule.gluon.channel_pairs import ONE, leave_copies, leave_scores
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, GATE, GATES, VALUES, product, rows_of_state
 from deltarule.ops.runtime.gluon_tiles import barrier
 
@@ -61,7 +61,10 @@ def channel_state_role(
         mbarrier.wait(barriers.full.index(slot), phase)
         mbarrier.wait(barriers.sums.index(0), i & 1)
         decays = decays_of(tiles, i)
-        rest = leave_copies(shared, slot, decays, number, scale, K, PART * SCALED, SCALED, FORM)
+        far = gl.where(gl.sum(tiles.fast.load(ONE), 0) < CHUNK, 1, 0)
+        rest = leave_copies(
+            shared, slot, decays, number, far, scale, K, PART * SCALED, SCALED, FORM
+        )
         before = i + SLOTS - 1
         mbarrier.wait(barriers.empty.index(before % SLOTS), ((before // SLOTS) & 1) ^ 1)
         tiles.write.index(0).slice(PART * SCALED, SCALED).store(rest)
