@@ -108,9 +108,13 @@ def together(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     return direct(Linears)(as_multiplied(x), *weights)
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on; meta tensors, which carry no numbers, have none at all."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def as_multiplied(x: Tensor) -> Tensor:
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    return x.to(torch.get_autocast_dtype(x.device.type)) if autocasts(x) else x
 
 
 def in_one_node(x: Tensor, modules: Sequence[nn.Module]) -> list[Tensor] | None:
@@ -216,7 +220,7 @@ def products_of(
     """
     groups = groups_of(tuple([weight.shape for weight in weights]), SMALL)
     parts = [[weights[i] for i in group.places] for group in groups]
-    if torch.is_autocast_enabled(x.device.type):
+    if autocasts(x):
         wholes = rounded([*parts, *others], [group.lacking for group in groups], x)
     else:
         pairs = zip(groups, parts, strict=True)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from deltarule.nn.layout import split
 from deltarule.nn.linears import (
+    autocasts,
     gradient_of_weight,
     in_one_node,
     is_hooked,
@@ -189,15 +190,13 @@ def norm_for_products(
 
 def rounds_to(x: Tensor, modules: Sequence[nn.Module]) -> torch.dtype | None:
     """To what autocast rounds x for products with all modules in training; None if it does not."""
-    kind = x.device.type
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return None
-    if x.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
+    trained = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if not trained or x.dtype != torch.float32 or not autocasts(x):
         return None
     weights = plain_weights(modules)
     if not weights or len(weights) < len(modules) or not are_plain_eager(weights):
         return None
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(x.device.type)
 
 
 class NormForProducts(torch.autograd.Function):
