@@ -169,6 +169,14 @@ def test_bad_arguments_are_named(arguments, message, make_model):
         model(arguments.pop("tokens"), **arguments)
 
 
+@pytest.mark.parametrize("layer", ["attention", "sliding_window"])
+def test_going_on_from_packed_rows_of_attention_is_refused_with_the_reason(make_model, layer):
+    model, tokens = make_model(layer_types=layer), torch.zeros(1, 5, dtype=torch.long)
+    _, state = model(tokens, cu_seqlens=torch.tensor([0, 3, 5]))
+    with pytest.raises(ValueError, match=r"got \[\]: attention keeps none of packed rows"):
+        model(tokens[:, :1].expand(2, 1), state)
+
+
 def test_a_state_of_another_model_or_batch_is_refused(make_model, random_tokens):
     model = make_model()
     _, state = model(random_tokens(2, 3))

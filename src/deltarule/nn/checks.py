@@ -135,7 +135,8 @@ def check_state(
     """Refuse a state of another layer or with another number of sequences; empty has none."""
     if not isinstance(state, dict) or set(state) != set(empty):
         found = sorted(state) if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"state must hold {sorted(empty)}, got {found}: it comes from elsewhere")
+        why = "it comes from elsewhere" if found else "attention keeps none of packed rows"
+        raise ValueError(f"state must hold {sorted(empty)}, got {found}: {why}")
     for key, expected in empty.items():
         name, given, sizes = f"state[{key!r}]", state[key], [sequences, *expected.shape[1:]]
         check_dense(name, given, f" {sizes}")

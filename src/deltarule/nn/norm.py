@@ -194,9 +194,8 @@ def rounds_to(x: Tensor, modules: Sequence[nn.Module]) -> torch.dtype | None:
     if not trained or x.dtype != torch.float32 or not autocasts(x):
         return None
     weights = plain_weights(modules)
-    if not weights or len(weights) < len(modules) or not are_plain_eager(weights):
-        return None
-    return torch.get_autocast_dtype(x.device.type)
+    all_plain = len(weights) == len(modules) > 0 and are_plain_eager(weights)
+    return torch.get_autocast_dtype(x.device.type) if all_plain else None
 
 
 class NormForProducts(torch.autograd.Function):
