@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from deltarule.models.config import ModelConfig
@@ -21,7 +22,7 @@ from deltarule.nn import (
 )
 from deltarule.nn.experts import ROUTING
 from deltarule.nn.frame import Frame
-from deltarule.nn.linears import autocasts, is_hooked
+from deltarule.nn.linears import is_hooked
 from deltarule.nn.mlp import make_mlp
 from deltarule.nn.norm import LayerNorm, norm_for_products
 from deltarule.nn.recomputed import recomputed
@@ -217,7 +218,7 @@ def norm_of_sum(
     norm: RMSNorm | LayerNorm, x: Hidden, branch: Hidden | None, reader: nn.Module | None = None
 ) -> tuple[Hidden, Hidden]:
     """x + branch and its norm, rounded by then if autocast would round it for its only reader."""
-    if reader is not None and autocasts(x):
+    if reader is not None and torch.is_autocast_enabled(x.device.type):
         found = norm_for_products(norm, x, branch, products_of_input(reader))
         if found is not None:
             return found

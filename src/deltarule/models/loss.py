@@ -7,7 +7,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltarule.nn.linears import autocasts
 from deltarule.ops.checks import readable
 from deltarule.ops.dispatch import Implementation, Table, always, choose
 from deltarule.ops.fused import cross_entropy as fused
@@ -93,9 +92,9 @@ def linear_next_token_loss(
         )
     _check_targets(targets, x.shape[:-1], "that of x", weight.shape[0], ignore_index)
     # In which F.linear would return x W^T.
-    rows, dtype = x.reshape(-1, x.shape[-1]), x.dtype
-    if autocasts(x) and torch.float64 not in (dtype, weight.dtype):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    rows, dtype, kind = x.reshape(-1, x.shape[-1]), x.dtype, x.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, weight.dtype):
+        dtype = torch.get_autocast_dtype(kind)
     elif dtype != weight.dtype:
         raise ValueError(f"weight must be {dtype} like x outside autocast, got {weight.dtype}")
     gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.linears import autocasts, wide_product
+from deltarule.nn.linears import wide_product
 from deltarule.nn.mlp import HiddenActivation, make_mlp
 from deltarule.shapes import Hidden
 
@@ -103,7 +103,9 @@ class Experts(nn.Module):
         order = place.argsort(stable=True)
         of_expert = torch.arange(count, device=x.device)
         ends = torch.searchsorted(place[order], of_expert, right=True, out_int32=True)
-        dtype = torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
         given = rows.to(dtype)[order // self.num_experts_per_tok]
         if count < self.num_experts:
             given = given.masked_fill(elsewhere[order].unsqueeze(-1), 0)

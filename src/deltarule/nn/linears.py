@@ -108,13 +108,9 @@ def together(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     return direct(Linears)(as_multiplied(x), *weights)
 
 
-def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on; meta tensors, which carry no numbers, have none at all."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
-
-
 def as_multiplied(x: Tensor) -> Tensor:
-    return x.to(torch.get_autocast_dtype(x.device.type)) if autocasts(x) else x
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def in_one_node(x: Tensor, modules: Sequence[nn.Module]) -> list[Tensor] | None:
@@ -220,7 +216,7 @@ def products_of(
     """
     groups = groups_of(tuple([weight.shape for weight in weights]), SMALL)
     parts = [[weights[i] for i in group.places] for group in groups]
-    if autocasts(x):
+    if torch.is_autocast_enabled(x.device.type):
         wholes = rounded([*parts, *others], [group.lacking for group in groups], x)
     else:
         pairs = zip(groups, parts, strict=True)
@@ -252,7 +248,7 @@ def rounded(
 
 def gradient_of_weight(d_rows: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """dy^T x, not rounded to 16 bits on the way where that can be."""
-    if rows.is_cuda and dtype != rows.dtype:
+    if rows.is_cuda:
         return torch.mm(d_rows.mT, rows, out_dtype=dtype)
     return (d_rows.mT @ rows).to(dtype)
 
@@ -280,7 +276,9 @@ def products_back(
         if wanted[0]:
             total = d_rows @ whole if total is None else total.addmm_(d_rows, whole)
         if any(wanted[1 + i] for i in group.places):
-            parts = group.parts(gradient_of_weight(d_rows, rows, dtype), 0)
+            same = dtype == rows.dtype
+            d_whole = d_rows.mT @ rows if same else gradient_of_weight(d_rows, rows, dtype)
+            parts = group.parts(d_whole, 0)
             for i, part in zip(group.places, parts, strict=True):
                 found[1 + i] = part if wanted[1 + i] and d_outputs[i] is not None else None
     found[0] = None if total is None else total.view(x.shape)

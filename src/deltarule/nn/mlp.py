@@ -144,9 +144,11 @@ class GatedProducts(torch.autograd.Function):
         d_parts = d_both.split(down.shape[1], -1)
         if ctx.factor != 1:
             d_parts[0].mul_(ctx.factor)
-        needed = ctx.needs_input_grad[:3]
+        needed, same = ctx.needs_input_grad[:3], ctx.dtype == d_h.dtype
         found = products_back(x, ctx.groups, wholes, d_parts, needed, ctx.dtype, d_both)
-        return *found, gradient_of_weight(d_rows, d_h, ctx.dtype) if learns else None, None
+        if not learns:
+            return *found, None, None
+        return *found, d_rows.mT @ d_h if same else gradient_of_weight(d_rows, d_h, ctx.dtype), None
 
 
 def why_not_gated(gate: Tensor, up: Tensor) -> str | None:

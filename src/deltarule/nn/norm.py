@@ -16,7 +16,6 @@ from torch.autograd.function import once_differentiable
 
 from deltarule.nn.layout import split
 from deltarule.nn.linears import (
-    autocasts,
     gradient_of_weight,
     in_one_node,
     is_hooked,
@@ -164,7 +163,8 @@ class NormedProduct(torch.autograd.Function):
         d_x, made, d_weight = kernels.gated_norm_gradients(norm, d_n, d_gate, remakes)
         if learns:
             n = (d_n if remakes else n).view(-1, matrix.shape[1])
-            d_matrix = gradient_of_weight(d_rows, n, ctx.dtype)
+            same = ctx.dtype == n.dtype
+            d_matrix = d_rows.mT @ n if same else gradient_of_weight(d_rows, n, ctx.dtype)
         return d_x, made if d_gate is None else d_gate, d_weight, d_matrix, None, None, None, None
 
 
@@ -190,12 +190,15 @@ def norm_for_products(
 
 def rounds_to(x: Tensor, modules: Sequence[nn.Module]) -> torch.dtype | None:
     """To what autocast rounds x for products with all modules in training; None if it does not."""
-    trained = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if not trained or x.dtype != torch.float32 or not autocasts(x):
+    kind = x.device.type
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    if x.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
         return None
     weights = plain_weights(modules)
-    all_plain = len(weights) == len(modules) > 0 and are_plain_eager(weights)
-    return torch.get_autocast_dtype(x.device.type) if all_plain else None
+    if not weights or len(weights) < len(modules) or not are_plain_eager(weights):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 class NormForProducts(torch.autograd.Function):
