@@ -12,6 +12,7 @@ kernel of the step writes them.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 
 import torch
 import triton
@@ -50,6 +51,7 @@ def chained() -> dict[str, bool]:
     return {"CHAINED": True, "launch_pdl": True} if CHAIN.get() else {"CHAINED": False}
 
 
+@cache
 def can_follow(device: torch.device) -> bool:
     """Whether a kernel there can start before the one before it ends."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
