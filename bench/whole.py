@@ -4,7 +4,7 @@ The floor of a token is the time of reading all weights and of reading and writi
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bench import results, timing
 from bench.model import GIB, Loss, build_fla, own_loss
 from bench.worker import reason
-from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss
+from deltarule.models import CausalLM, ModelConfig, compile_blocks, linear_next_token_loss
 from deltarule.models.adjoined import tensors_of
 from deltarule.train.extra import require
 from deltarule.train.step import TrainingStep
@@ -24,6 +24,8 @@ from deltarule.train.step import TrainingStep
 Row = dict[str, Any]
 Model = Literal["1M", "148M", "1.5B"]
 Peer = Literal["deltarule", "deltarule-attention", "deltarule-int8", "fla", "transformers"]
+# Its static cache has generation compiled as it is.
+TrainPeer = Literal[Peer, "deltarule-compiled", "transformers-compiled"]
 # Bytes a second of an H200's memory, as measured by a large copy.
 BANDWIDTH = {"cuda": 4.25e12, "cpu": 2e10}
 WARM_UP, STEPS, TIMES = 6, 20, 3
@@ -71,9 +73,9 @@ class TrainBenchRun:
 
     model: tuple[Model, ...] = field(default_factory=lambda: fitting("1M", "148M", "1.5B"))
     """Gated DeltaNet of these sizes, or attention of the same layers and width."""
-    peer: tuple[Peer, ...] = ("deltarule", "fla", "transformers")
-    """Ours, also with attention, FLA's Gated DeltaNet with its fused loss of linear logits, and
-    transformers' Llama with PyTorch's attention."""
+    peer: tuple[TrainPeer, ...] = ("deltarule", "fla", "transformers", "transformers-compiled")
+    """Ours, also with attention or under torch.compile, FLA's Gated DeltaNet with its fused loss
+    of linear logits, and transformers' Llama with PyTorch's attention, as it is and compiled."""
     output: Path = Path("bench_train.json")
     """Raw figures."""
 
@@ -91,7 +93,7 @@ def bench_train(run: TrainBenchRun) -> None:
 
 
 def attempt(
-    kind: str, cases: list[tuple[Model, Peer, Row]], time: Callable[..., Row], output: Path
+    kind: str, cases: Iterable[tuple[Model, TrainPeer, Row]], time: Callable[..., Row], output: Path
 ) -> None:
     """File the figures of each case; what one of them raises is its row."""
 
@@ -133,7 +135,7 @@ def time_generation(peer: Peer, sizes: Sizes, device: str, *, batch: int, new: i
     }  # fmt: skip
 
 
-def time_training(peer: Peer, sizes: Sizes, device: str) -> Row:
+def time_training(peer: TrainPeer, sizes: Sizes, device: str) -> Row:
     """Milliseconds of a step, eager and on a GPU as a graph, of the host and the GPU; memory."""
     model, loss_of = built(peer, sizes, device)
     text = torch.randint(sizes.vocab_size, (sizes.rows, sizes.tokens + 1), device=device)
@@ -182,12 +184,12 @@ def time_steps(step: TrainingStep, text: Tensor) -> Row:
     return {"eager_ms": ms, "peak_GiB": peak, "host_ms": host_ms}
 
 
-def built(peer: Peer, sizes: Sizes, device: str) -> tuple[nn.Module, Loss]:
+def built(peer: TrainPeer, sizes: Sizes, device: str) -> tuple[nn.Module, Loss]:
     """A model of a peer, in bfloat16 on a GPU, and its loss of text that holds no logits."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(0)
     mlp = {"intermediate_size": 16 * -(-sizes.hidden_size * 8 // 48)}
-    if peer == "transformers":
+    if peer in ("transformers", "transformers-compiled"):
         transformers = require("transformers", "hf")
         config = transformers.LlamaConfig(
             vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_size,
@@ -195,6 +197,8 @@ def built(peer: Peer, sizes: Sizes, device: str) -> tuple[nn.Module, Loss]:
             eos_token_id=None, attn_implementation="sdpa", **mlp,
         )  # fmt: skip
         llama = transformers.LlamaForCausalLM(config).to(device, dtype)
+        if peer == "transformers-compiled":
+            llama.model.compile()
         return llama, partial(llama_loss, llama)
     name = "attention" if peer == "deltarule-attention" else "gated_deltanet"
     options: dict[str, Any] = dict(zip(Sizes._fields[:4], sizes, strict=False))
@@ -206,6 +210,8 @@ def built(peer: Peer, sizes: Sizes, device: str) -> tuple[nn.Module, Loss]:
         return build_fla("GatedDeltaNet", ours, given, device, whole_logits=False)
     with torch.device(device):
         model = CausalLM(ours).to(dtype)
+    if peer == "deltarule-compiled":
+        compile_blocks(model)
     if peer == "deltarule-int8":
         # Imported where it is asked for.
         from torchao.quantization import Int8WeightOnlyConfig, quantize_

@@ -48,7 +48,7 @@ FOLDERS = {
     "src/deltarule/train": 4_830,
     "src/deltarule/tasks": 1_410,
     "experiments": 4_060,
-    "bench": 3_240,
+    "bench": 3_250,
 }
 
 NOT_CODE = {

@@ -40,6 +40,19 @@ def test_training_is_timed(peer, tmp_path):
     assert "graph_ms" not in row
 
 
+def test_a_compiled_peer_is_compiled_before_it_is_timed():
+    def compiled(part):
+        return part._compiled_call_impl is not None
+
+    for peer in ("deltarule", "deltarule-compiled"):
+        blocks = whole.built(peer, TINY, "cpu")[0].blocks
+        assert [compiled(block) for block in blocks] == [peer == "deltarule-compiled"]
+    pytest.importorskip("transformers")
+    for peer in ("transformers", "transformers-compiled"):
+        model = whole.built(peer, TINY, "cpu")[0].model
+        assert compiled(model) == (peer == "transformers-compiled")
+
+
 def test_fla_has_as_many_channels_as_ours(monkeypatch):
     told = []
     monkeypatch.setattr(whole, "build_fla", lambda *given, **options: told.append((given, options)))
