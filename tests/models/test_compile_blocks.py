@@ -32,6 +32,20 @@ def test_equal_blocks_are_compiled_once(name, make_model, random_tokens):
         torch.testing.assert_close(gradient, same)
 
 
+def test_many_kinds_of_blocks_and_many_models_are_compiled(make_model, random_tokens):
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        # Each Lightning layer is compiled for itself, and each width of a model.
+        for layers, name, width in [
+            (9, "lightning", 32),
+            *((2, "deltanet", 16 * i) for i in (1, 2, 3)),
+        ]:
+            model = make_model(layer_types=name, num_layers=layers, hidden_size=width)
+            compile_blocks(model, backend="eager")
+            for length in (5, 9):
+                model.hidden(random_tokens(2, length))
+
+
 def test_generation_compiles_nothing(make_model, random_tokens):
     torch.compiler.reset()
     model, prompts, compiled = make_model(layer_types="gated_deltanet"), [[1, 2], [3] * 20], []

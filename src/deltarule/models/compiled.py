@@ -11,6 +11,8 @@ from deltarule.models.config import ModelConfig
 from deltarule.models.loss import next_token_loss
 from deltarule.ops.warmup import Warmed, require_gpu, warmed
 
+# Of one block, for lengths, gradients and dtypes that change: as many as PyTorch allows a function.
+COMPILATIONS = 8
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
@@ -25,7 +27,8 @@ def compile_blocks(
 
     Equal blocks share one compilation; the first, which has no branch to add, has its own, and so
     has each Lightning layer, whose decays are of its depth. The embedding, the last norm and the
-    head stay as they are. Generation runs the blocks as they are written.
+    head stay as they are. Generation runs the blocks as they are written. `torch._dynamo.config`
+    then allows 8 compilations more for each block.
 
     Args:
         model: The model; nothing is compiled before it is called.
@@ -42,6 +45,10 @@ def compile_blocks(
         >>> model(torch.ones(1, 5, dtype=torch.int64))[0].shape
         torch.Size([1, 5, 257])
     """
+    # PyTorch counts what it compiles of the blocks of all models together, and refuses the ninth.
+    limits = torch._dynamo.config
+    limits.recompile_limit += COMPILATIONS * len(model.blocks)
+    limits.accumulated_recompile_limit += COMPILATIONS * len(model.blocks)
     for block in model.blocks:
         assert isinstance(block, Block)
         block.compile(fullgraph=True, mode=mode, dynamic=dynamic, backend=backend)
