@@ -195,3 +195,16 @@ def test_a_constant_decay_has_its_own_gradient(on_gpu, monkeypatch) -> None:
     for _ in range(3):
         delta_rule(q, k, v, beta=None, log_decay=decay).o.sum().backward()
     assert list(module.recordings) == ["another"]
+
+
+class Unread(dict):
+    """A compiler guards on what it reads, and compiles again when that has changed."""
+
+    def __len__(self) -> int:
+        raise AssertionError("compiled code would depend on what was recorded")
+
+
+def test_compiled_code_does_not_depend_on_what_was_recorded(monkeypatch) -> None:
+    monkeypatch.setattr(module, "recordings", Unread())
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert key_of() is None

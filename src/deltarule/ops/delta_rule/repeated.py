@@ -81,8 +81,9 @@ def eager_key(
 
     `tensors` and `options` are the fields of `Inputs`, in order.
     """
-    # Where nothing was recorded, Triton may not be installed.
-    if not recordings or impl not in IMPLS or not is_plain_eager():
+    # Asked first, so that compiled code does not depend on what was recorded. Where nothing was,
+    # Triton may not be installed.
+    if not is_plain_eager() or not recordings or impl not in IMPLS:
         return None
     n_steps, scale, normalize_qk, batch_invariant = options
     # 1, 1.0 and True are equal, and not all of them pass the checks.
