@@ -9,7 +9,7 @@ from typing import Any
 
 from deltarule.nearest import nearest
 from deltarule.nn import MIXERS, checks
-from deltarule.nn.checks import SPECTRA
+from deltarule.nn.checks import SPECTRA, check_that
 from deltarule.nn.experts import ROUTING
 from deltarule.nn.feature_maps import FEATURE_MAPS
 from deltarule.nn.state import MOST_LAYERS
@@ -64,33 +64,31 @@ def check_fields(config: Any) -> None:
         value, optional = getattr(config, field.name), field.default is None
         if not (optional and value is None):
             _check_kind(field.name, value, kinds[field.name], optional)
-    if config.num_layers > MOST_LAYERS:
-        raise ValueError(f"num_layers must be at most {MOST_LAYERS}, got {config.num_layers}")
+    layers = config.num_layers
+    check_that(layers <= MOST_LAYERS, f"num_layers must be at most {MOST_LAYERS}", layers)
     checks.check_beta_max(config.beta_max)
     checks.check_lower_bound(config.gate_lower_bound)
     checks.check_share(config.partial_rotary_factor)
     if config.post_norm is not None and config.deepnorm_alpha is not None:
         raise ValueError("post_norm and deepnorm_alpha exclude each other: give one of them")
     if config.low_rank_dims is not None:
-        if not isinstance(config.low_rank_dims, tuple) or len(config.low_rank_dims) != 4:
-            raise ValueError(f"low_rank_dims must be 4 integers, got {config.low_rank_dims!r}")
+        four = isinstance(config.low_rank_dims, tuple) and len(config.low_rank_dims) == 4
+        check_that(four, "low_rank_dims must be 4 integers", config.low_rank_dims)
         for rank in config.low_rank_dims:
             checks.check_integer("low_rank_dims", rank, 1)
     for name, count in (("ssm_multipliers", 5), ("mlp_multipliers", 2)):
         value = getattr(config, name)
         fits = isinstance(value, tuple) and len(value) == count
-        if not fits or not all(map(checks.is_number, value)):
-            raise ValueError(f"{name} must be a tuple of {count} numbers, got {value!r}")
+        fits = fits and all(map(checks.is_number, value))
+        check_that(fits, f"{name} must be a tuple of {count} numbers", value)
     heads, values = config.num_heads, config.num_v_heads or config.num_heads
     checks.check_multiple("num_v_heads", values, "num_heads", heads)
-    if values % config.n_groups:
-        raise ValueError(
-            f"n_groups must divide the {values} heads of Mamba-2 layers, got {config.n_groups}"
-        )
+    said = f"n_groups must divide the {values} heads of Mamba-2 layers"
+    check_that(values % config.n_groups == 0, said, config.n_groups)
     name = "num_heads" if config.num_attention_heads is None else "num_attention_heads"
     queries = config.num_attention_heads or heads
-    if config.num_kv_heads is not None and queries % config.num_kv_heads:
-        raise ValueError(f"num_kv_heads must divide {name}={queries}, got {config.num_kv_heads}")
+    whole = config.num_kv_heads is None or queries % config.num_kv_heads == 0
+    check_that(whole, f"num_kv_heads must divide {name}={queries}", config.num_kv_heads)
 
 
 @functools.cache
@@ -165,22 +163,16 @@ def _parts(options: Mapping[str, Any]) -> set[str]:
 
 
 def _check_experts(config: Any) -> None:
-    if config.moe_intermediate_size is None:
-        raise ValueError("moe_intermediate_size must be given where there are experts, got None")
-    experts, chosen = config.num_experts, config.num_experts_per_tok
-    if experts % config.n_group:
-        raise ValueError(f"n_group must divide num_experts={experts}, got {config.n_group}")
-    if config.topk_group > config.n_group:
-        raise ValueError(
-            f"topk_group must be at most n_group={config.n_group}, got {config.topk_group}"
-        )
-    most = experts // config.n_group * config.topk_group
-    if chosen > most:
-        raise ValueError(
-            f"num_experts_per_tok must be at most {most}, the experts a token can choose, "
-            f"got {chosen}"
-        )
-    if config.n_group > 1 and experts < 2 * config.n_group:
-        raise ValueError(f"n_group={config.n_group} leaves groups of fewer than two experts")
+    inner, experts, groups = config.moe_intermediate_size, config.num_experts, config.n_group
+    said = "moe_intermediate_size must be given where there are experts"
+    check_that(inner is not None, said, inner)
+    check_that(experts % groups == 0, f"n_group must divide num_experts={experts}", groups)
+    said = f"topk_group must be at most n_group={groups}"
+    check_that(config.topk_group <= groups, said, config.topk_group)
+    most, chosen = experts // groups * config.topk_group, config.num_experts_per_tok
+    said = f"num_experts_per_tok must be at most {most}, the experts a token can choose"
+    check_that(chosen <= most, said, chosen)
+    if groups > 1 and experts < 2 * groups:
+        raise ValueError(f"n_group={groups} leaves groups of fewer than two experts")
     if config.shared_expert_gate and not config.shared_expert_intermediate_size:
         raise ValueError("shared_expert_gate means nothing without shared_expert_intermediate_size")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from deltarule.models.config_checks import MLP_PARTS
 from deltarule.nearest import nearest
 from deltarule.nn import MIXERS
+from deltarule.nn.checks import check_that
 
 
 @dataclass(frozen=True)
@@ -29,22 +30,17 @@ class Pattern:
 
 def repeated(*names: str) -> Callable[[int], tuple[str, ...]]:
     def layers(num_layers: int) -> tuple[str, ...]:
-        if num_layers % len(names):
-            raise ValueError(
-                f"num_layers must be a multiple of {len(names)} for ({', '.join(names)}), "
-                f"got {num_layers}"
-            )
+        said = f"num_layers must be a multiple of {len(names)} for ({', '.join(names)})"
+        check_that(num_layers % len(names) == 0, said, num_layers)
         return names * (num_layers // len(names))
 
     return layers
 
 
 def with_two_global(num_layers: int) -> tuple[str, ...]:
-    if num_layers % 2 or num_layers < 4:
-        raise ValueError(
-            "num_layers must be even and 4 or more for deltanet with two layers of attention, the "
-            f"second and the (N / 2 + 1)-th, got {num_layers}"
-        )
+    said = "num_layers must be even and 4 or more for deltanet with two layers of attention"
+    fits = num_layers % 2 == 0 and num_layers >= 4
+    check_that(fits, f"{said}, the second and the (N / 2 + 1)-th", num_layers)
     attention = (1, num_layers // 2)
     return tuple("attention" if i in attention else "deltanet" for i in range(num_layers))
 
@@ -135,8 +131,8 @@ def expand_layer_types(given: str | tuple[str, ...], num_layers: int) -> tuple[s
 def repeat(name: str, given: str | tuple[str, ...], num_layers: int) -> tuple[str, ...]:
     """One word, or a pattern of words that divides the layers, over all of them."""
     pattern = (given,) if isinstance(given, str) else given
-    if not isinstance(pattern, tuple) or not pattern:
-        raise ValueError(f"{name} must be a name or a tuple of names, got {given!r}")
+    fits = isinstance(pattern, tuple) and bool(pattern)
+    check_that(fits, f"{name} must be a name or a tuple of names", given)
     if num_layers % len(pattern):
         raise ValueError(
             f"{name} is a pattern of {len(pattern)} names, which does not divide "

@@ -52,6 +52,12 @@ REASONS = {
 }
 
 
+def check_that(holds: bool, said: str, given: object, remedy: str = "") -> None:
+    """Refuse a value of which does not hold what is said: which argument must be what."""
+    if not holds:
+        raise ValueError(f"{said}, got {given!r}{': ' if remedy else ''}{remedy}")
+
+
 def positive(name: str, value: int) -> int:
     check_integer(name, value, 1)
     return value
@@ -68,19 +74,19 @@ def check_least(options: object, least: float, *names: str) -> None:
     """Refuse options of these names that are below a number, nan or infinite; None passes."""
     for name in names:
         value = getattr(options, name)
-        if value is not None and not least <= value < math.inf:
-            raise ValueError(f"{name} must be {least} or more, got {value}")
+        fits = value is None or least <= value < math.inf
+        check_that(fits, f"{name} must be {least} or more", value)
 
 
 def above_zero(name: str, value: float) -> float:
-    if not is_number(value) or value <= 0:
-        raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+    holds = is_number(value) and value > 0
+    check_that(holds, f"{name} must be a finite number above 0", value)
     return value
 
 
 def check_lower_bound(bound: float | None) -> float | None:
-    if bound is not None and (not is_number(bound) or bound >= 0):
-        raise ValueError(f"gate_lower_bound must be None or a finite number < 0, got {bound!r}")
+    holds = bound is None or (is_number(bound) and bound < 0)
+    check_that(holds, "gate_lower_bound must be None or a finite number < 0", bound)
     return bound
 
 
@@ -89,24 +95,20 @@ def default(value: T | None, otherwise: T) -> T:
 
 
 def check_multiple(name: str, value: int, of: str, divisor: int) -> None:
-    if value % divisor:
-        raise ValueError(f"{name} must be a multiple of {of}={divisor}, got {value}")
+    check_that(value % divisor == 0, f"{name} must be a multiple of {of}={divisor}", value)
 
 
 def check_even(name: str, channels: int) -> None:
-    if channels % 2:
-        raise ValueError(f"{name} must be even for rotary positions, got {channels}")
+    check_that(channels % 2 == 0, f"{name} must be even for rotary positions", channels)
 
 
 def check_beta_max(beta_max: float | None) -> float | None:
     """Refuse a write strength that makes the state grow."""
     if beta_max is None:
         return None
-    if not is_number(beta_max) or not 0 < beta_max <= 2:
-        raise ValueError(
-            f"beta_max must be a number in (0, 2], got {beta_max!r}: beyond 2 a write makes "
-            "the state grow without bound"
-        )
+    holds = is_number(beta_max) and 0 < beta_max <= 2
+    why = "beyond 2 a write makes the state grow without bound"
+    check_that(holds, "beta_max must be a number in (0, 2]", beta_max, why)
     return float(beta_max)
 
 
@@ -186,13 +188,12 @@ def check_words(words: Mapping[str, str | None]) -> None:
 
 def check_flags(flags: Mapping[str, object]) -> None:
     for name, value in flags.items():
-        if not isinstance(value, bool | None):
-            raise ValueError(f"{name} must be True, False or None, got {value!r}")
+        check_that(isinstance(value, bool | None), f"{name} must be True, False or None", value)
 
 
 def check_share(share: object) -> None:
-    if not is_number(share) or not 0 <= share <= 1:
-        raise ValueError(f"partial_rotary_factor must be a number in [0, 1], got {share!r}")
+    holds = is_number(share) and 0 <= share <= 1
+    check_that(holds, "partial_rotary_factor must be a number in [0, 1]", share)
 
 
 def check_features(name: str, channels: int, normalizer: bool, own_gates: bool) -> None:

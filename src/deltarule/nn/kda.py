@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deltarule.nn.checks import REASONS
+from deltarule.nn.checks import REASONS, check_that
 from deltarule.nn.deltanet import DeltaNet
 from deltarule.nn.gated_deltanet import arguments
 from deltarule.nn.gates import initial_A_log, low_rank
@@ -55,11 +55,9 @@ class KDA(DeltaNet):
         self.build_rates(torch.zeros_like(A_log) if bounded else A_log, heads, key_size)
 
     def check_options(self) -> None:
-        if self.gate_lower_bound is not None and self.longest_horizon is not None:
-            raise ValueError(
-                "longest_horizon must be None with gate_lower_bound: "
-                f"{REASONS['longest_horizon']}, got {self.longest_horizon!r}"
-            )
+        alone = self.gate_lower_bound is None or self.longest_horizon is None
+        said = f"longest_horizon must be None with gate_lower_bound: {REASONS['longest_horizon']}"
+        check_that(alone, said, self.longest_horizon)
 
     def adopt(self, config: Any) -> None:
         biased = getattr(config, "output_gate_bias", True)

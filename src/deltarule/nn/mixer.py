@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 from deltarule.nn import checks
-from deltarule.nn.checks import COMMON, REASONS, SPECTRA, check_flags, check_meant, check_words
+from deltarule.nn.checks import COMMON, REASONS, SPECTRA, check_that
 from deltarule.nn.frame import Frame
 from deltarule.nn.norm import GatedGroupNorm, GatedRMSNorm, GateOnly
 from deltarule.nn.roles import Role
@@ -184,8 +184,8 @@ class Mixer(Frame):
         self.beta_max = checks.default(checks.check_beta_max(beta_max), self.default_beta_max)
         self.n_steps = checks.positive("n_steps", checks.default(n_steps, self.default_n_steps))
         self.longest_horizon = horizon = longest_horizon
-        if horizon is not None and (not checks.is_number(horizon) or horizon <= 8):
-            raise ValueError(f"longest_horizon must be None or a number above 8, got {horizon!r}")
+        fits = horizon is None or (checks.is_number(horizon) and horizon > 8)
+        check_that(fits, "longest_horizon must be None or a number above 8", horizon)
         self.gate_lower_bound = checks.check_lower_bound(gate_lower_bound)
         slots = checks.default(self.default_num_slots, self.head_k_dim)
         self.num_slots = checks.positive("num_slots", checks.default(num_slots, slots))
@@ -195,11 +195,9 @@ class Mixer(Frame):
         self.rope_theta = checks.above_zero("rope_theta", checks.default(rope_theta, 10000.0))
         self.norm_eps = checks.above_zero("norm_eps", norm_eps)
         self.layer_index, self.num_layers = layer_index, checks.positive("num_layers", num_layers)
-        if type(layer_index) is not int or not 0 <= layer_index < num_layers:
-            raise ValueError(
-                f"layer_index must be an integer from 0 to num_layers - 1 = {num_layers - 1}, "
-                f"got {layer_index!r}"
-            )
+        fits = type(layer_index) is int and 0 <= layer_index < num_layers
+        said = f"layer_index must be an integer from 0 to num_layers - 1 = {num_layers - 1}"
+        check_that(fits, said, layer_index)
         self.conv_size = checks.default(conv_size, self.default_conv_size)
         checks.check_integer("conv_size", self.conv_size, 0)
         self.conv_bias = checks.default(conv_bias, False)
@@ -211,13 +209,13 @@ class Mixer(Frame):
         neutral: dict[str, object] = {"conv_size": 0, "n_steps": 1, "output_norm": "head"}
         neutral |= {"num_v_heads": num_heads, "head_k_dim": 1, "head_v_dim": self.head_k_dim}
         neutral["normalizer"] = divides
-        check_meant(self.rule.name, self.takes, given, neutral)
+        checks.check_meant(self.rule.name, self.takes, given, neutral)
         words = {"qk_norm": qk_norm, "output_norm": output_norm, "spectrum": spectrum}
-        check_words({"feature_map": self.feature_map, **words})
+        checks.check_words({"feature_map": self.feature_map, **words})
         flags = {"normalizer": normalizer, "output_gate": output_gate, "conv_bias": conv_bias}
-        check_flags(flags)
-        if self.conv_bias and not self.conv_size:
-            raise ValueError("conv_bias must be None or False without a convolution, got True")
+        checks.check_flags(flags)
+        said = "conv_bias must be None or False without a convolution"
+        check_that(bool(self.conv_size) or not self.conv_bias, said, self.conv_bias)
         for name in self.even:
             checks.check_even(name, getattr(self, name))
         self.check_options()

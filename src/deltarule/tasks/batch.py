@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deltarule.nn.checks import check_least
+from deltarule.nn.checks import check_least, check_that
 
 Array = NDArray[np.int64]
 
@@ -51,10 +51,8 @@ class Lengths:
 
     def __post_init__(self) -> None:
         check_least(self, 3, "shortest")
-        if self.longest < self.shortest:
-            raise ValueError(
-                f"longest must be at least shortest={self.shortest}, got {self.longest}"
-            )
+        said = f"longest must be at least shortest={self.shortest}"
+        check_that(self.longest >= self.shortest, said, self.longest)
 
     @property
     def length(self) -> int:

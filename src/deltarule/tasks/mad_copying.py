@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltarule.nn.checks import check_least
+from deltarule.nn.checks import check_least, check_that
 from deltarule.tasks.batch import NO_LABEL, Batch
 from deltarule.tasks.mad import measure as measure
 
@@ -29,10 +29,8 @@ class Config:
     def __post_init__(self) -> None:
         check_least(self, 1, "copied")
         check_least(self, 3, "vocab_size")
-        if self.blanks < 1:
-            raise ValueError(
-                f"length must be at least 2 * copied + 2 = {2 * self.copied + 2}, got {self.length}"
-            )
+        said = f"length must be at least 2 * copied + 2 = {2 * self.copied + 2}"
+        check_that(self.blanks >= 1, said, self.length)
 
     @property
     def blanks(self) -> int:

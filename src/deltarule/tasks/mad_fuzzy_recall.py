@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltarule.nn.checks import check_least
+from deltarule.nn.checks import check_least, check_that
 from deltarule.tasks.batch import NO_LABEL, Batch, with_answers
 from deltarule.tasks.mad import measure as measure
 from deltarule.tasks.mqar import distinct
@@ -37,16 +37,11 @@ class Config:
 
     def __post_init__(self) -> None:
         check_least(self, 1, "motif")
-        if self.length <= 4 * self.motif:
-            raise ValueError(
-                f"length must be above 4 * motif = {4 * self.motif}, two pairs of the longest "
-                f"words, got {self.length}"
-            )
-        if self.letters_of_keys < self.motif:
-            raise ValueError(
-                f"vocab_size must be at least 2 * motif + 1 = {2 * self.motif + 1}: letters within "
-                f"a word differ, and one token is padding; got {self.vocab_size}"
-            )
+        said = f"length must be above 4 * motif = {4 * self.motif}, two pairs of the longest words"
+        check_that(self.length > 4 * self.motif, said, self.length)
+        said = f"vocab_size must be at least 2 * motif + 1 = {2 * self.motif + 1}"
+        why = "letters within a word differ, and one token is padding"
+        check_that(self.letters_of_keys >= self.motif, said, self.vocab_size, why)
 
     @property
     def letters_of_keys(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltarule.nn.checks import check_least
+from deltarule.nn.checks import check_least, check_that
 from deltarule.tasks.batch import NO_LABEL, Array, Batch
 from deltarule.tasks.mad import measure as measure
 
@@ -30,8 +30,8 @@ class Config:
     """Decides which value belongs to which key."""
 
     def __post_init__(self) -> None:
-        if self.length < 2 or self.length % 2:
-            raise ValueError(f"length must be an even number of 2 or more, got {self.length}")
+        even = self.length >= 2 and self.length % 2 == 0
+        check_that(even, "length must be an even number of 2 or more", self.length)
         check_least(self, 3, "vocab_size")
 
     @property

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltarule.nn.checks import check_least
+from deltarule.nn.checks import check_least, check_that
 from deltarule.tasks.batch import NO_LABEL, Batch, with_answers
 from deltarule.tasks.mad import measure as measure
 
@@ -38,20 +38,15 @@ class Config:
     """Label every next token, as the benchmark does in training, not only values of seen keys."""
 
     def __post_init__(self) -> None:
-        if self.length < 4 or self.length % 2:
-            raise ValueError(f"length must be an even number of 4 or more, got {self.length}")
+        even = self.length >= 4 and self.length % 2 == 0
+        check_that(even, "length must be an even number of 4 or more", self.length)
+        noisy, least = self.noise_vocab_size, self.noise_vocab_size + 2
         check_least(self, 0, "noise_vocab_size")
-        if self.vocab_size < self.noise_vocab_size + 2:
-            raise ValueError(
-                f"vocab_size must be at least noise_vocab_size + 2 = {self.noise_vocab_size + 2}, "
-                f"for one key and one value, got {self.vocab_size}"
-            )
-        if not 0 <= self.noise < 1:
-            raise ValueError(f"noise must be 0 or more and below 1, got {self.noise}")
-        if self.noise > 0 and self.noise_vocab_size == 0:
-            raise ValueError(
-                f"noise_vocab_size must be 1 or more where noise is {self.noise}, got 0"
-            )
+        said = f"vocab_size must be at least noise_vocab_size + 2 = {least}"
+        check_that(self.vocab_size >= least, f"{said}, for one key and one value", self.vocab_size)
+        check_that(0 <= self.noise < 1, "noise must be 0 or more and below 1", self.noise)
+        said = f"noise_vocab_size must be 1 or more where noise is {self.noise}"
+        check_that(noisy > 0 or self.noise == 0, said, noisy)
 
     @property
     def keys(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deltarule.nn.checks import check_least
+from deltarule.nn.checks import check_least, check_that
 from deltarule.tasks.batch import NO_LABEL, Array, Batch, with_answers
 
 Weights = NDArray[np.float64]
@@ -41,18 +41,12 @@ class Config:
 
     def __post_init__(self) -> None:
         check_least(self, 1, "pairs")
-        if self.length < 4 * self.pairs:
-            raise ValueError(
-                f"length must be at least 4 * pairs = {4 * self.pairs}, two tokens for each pair "
-                f"and two for its query, got {self.length}"
-            )
-        if self.vocab_size // 2 - 1 < self.pairs:
-            raise ValueError(
-                f"vocab_size must be at least {2 * self.pairs + 2} for {self.pairs} distinct keys, "
-                f"got {self.vocab_size}"
-            )
-        if not self.power_a > 0:
-            raise ValueError(f"power_a must be above 0, got {self.power_a}")
+        least = f"length must be at least 4 * pairs = {4 * self.pairs}"
+        said = f"{least}, two tokens for each pair and two for its query"
+        check_that(self.length >= 4 * self.pairs, said, self.length)
+        said = f"vocab_size must be at least {2 * self.pairs + 2} for {self.pairs} distinct keys"
+        check_that(self.vocab_size // 2 - 1 >= self.pairs, said, self.vocab_size)
+        check_that(self.power_a > 0, "power_a must be above 0", self.power_a)
 
     @property
     def chance(self) -> float:

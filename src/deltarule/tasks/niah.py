@@ -27,6 +27,7 @@ import numpy as np
 
 from deltarule.models.bytes import BEGIN, decode
 from deltarule.nearest import check_known
+from deltarule.nn.checks import check_that
 from deltarule.tasks.batch import NO_LABEL, Array, Batch
 from deltarule.train.documents import Document, read_documents, split_documents
 
@@ -124,11 +125,9 @@ class Config:
         for name, kind in (("haystack", Haystack), ("value", Value), ("split", Split)):
             check_known(name, getattr(self, name), get_args(kind))
         *_, room = self.words(LONGEST_KEY, LONGEST_ANSWERS[self.value])
-        if room <= len(NOISE):
-            raise ValueError(
-                f"length must be at least {self.length - room + len(NOISE) + 1} for this value "
-                f"and these instructions, got {self.length}"
-            )
+        least = f"length must be at least {self.length - room + len(NOISE) + 1}"
+        said = f"{least} for this value and these instructions"
+        check_that(room > len(NOISE), said, self.length)
 
     def words(self, key: str, answer: str) -> tuple[str, str, str, int]:
         """What comes before the haystack, the needle, what comes after but for the answer; and the
@@ -155,11 +154,8 @@ class Config:
 def prosaic(room: int, prose: Prose, rng: np.random.Generator) -> list[str]:
     """Sentences of prose from a random one on, as many as fit with a byte after each."""
     sentences, starts = prose
-    if starts[-1] <= room:
-        raise ValueError(
-            f"length must leave less than {starts[-1]} bytes to the haystack, all that the prose "
-            f"of this split holds, got {room}"
-        )
+    most = f"length must leave less than {starts[-1]} bytes to the haystack"
+    check_that(starts[-1] > room, f"{most}, all that the prose of this split holds", room)
     first = int(rng.integers(np.searchsorted(starts, starts[-1] - room)))
     last = int(np.searchsorted(starts, starts[first] + room, side="right")) - 1
     return sentences[first:last]

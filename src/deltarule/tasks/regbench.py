@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deltarule.nn.checks import check_least
+from deltarule.nn.checks import check_least, check_that
 from deltarule.tasks.batch import NO_LABEL, Array
 
 Flags = NDArray[np.bool_]
@@ -46,17 +46,11 @@ class Config:
     def __post_init__(self) -> None:
         check_least(self, 1, "edges", "fewest_words", "longest_word")
         for name in ("letters", "states"):
-            if getattr(self, name) <= self.edges:
-                raise ValueError(
-                    f"{name} must be above edges={self.edges}, got {getattr(self, name)}"
-                )
-        if self.letters > 61:
-            raise ValueError(f"letters must be at most 61, got {self.letters}")
-        if self.most_words < self.fewest_words:
-            raise ValueError(
-                f"most_words must be fewest_words={self.fewest_words} or more, "
-                f"got {self.most_words}"
-            )
+            value = getattr(self, name)
+            check_that(value > self.edges, f"{name} must be above edges={self.edges}", value)
+        check_that(self.letters <= 61, "letters must be at most 61", self.letters)
+        said = f"most_words must be fewest_words={self.fewest_words} or more"
+        check_that(self.most_words >= self.fewest_words, said, self.most_words)
 
     @property
     def vocab_size(self) -> int:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltarule.models.bytes import BEGIN
+from deltarule.nn.checks import check_that
 from deltarule.ops import pack
 
 Array = NDArray[np.int64]
@@ -109,8 +110,7 @@ def cut(corpus: Corpus, length: int, rng: np.random.Generator | None = None) -> 
     first piece of a document longer than `length` is shorter, so that the cuts fall elsewhere in
     each epoch; without, only the last may be.
     """
-    if length < 1:
-        raise ValueError(f"length must be 1 or more, got {length}")
+    check_that(length >= 1, "length must be 1 or more", length)
     bounds = np.asarray(corpus.bounds)
     predicted = np.diff(bounds) - 1
     first = np.full(len(predicted), length)
@@ -184,8 +184,7 @@ class ShuffledRows:
     """
 
     def __init__(self, corpus: Corpus, *, length: int, row_tokens: int, seed: int) -> None:
-        if row_tokens < 1:
-            raise ValueError(f"row_tokens must be 1 or more, got {row_tokens}")
+        check_that(row_tokens >= 1, "row_tokens must be 1 or more", row_tokens)
         if corpus.predicted < 1:
             raise ValueError("corpus must hold at least one byte, got none")
         self.corpus, self.length, self.row_tokens, self.seed = corpus, length, row_tokens, seed

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deltarule.models import CausalLM, next_token_loss
-from deltarule.nn.checks import check_least, check_multiple
+from deltarule.nn.checks import check_least, check_multiple, check_that
 from deltarule.tasks.batch import NO_LABEL, Array, Batch
 from deltarule.train.device import to_device, tokens_at_once
 
@@ -43,8 +43,8 @@ class Curriculum:
     """One token longer after every step whose loss is below this, in nats a label."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.start <= self.end:
-            raise ValueError(f"start must lie in 1 to end={self.end}, got {self.start}")
+        inside = 1 <= self.start <= self.end
+        check_that(inside, f"start must lie in 1 to end={self.end}", self.start)
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,8 @@ class Rows:
 
     def __post_init__(self) -> None:
         check_least(self, 1, "count")
-        if self.examples is not None and self.examples < self.count:
-            raise ValueError(
-                f"examples must be None or at least the {self.count} rows of a batch, "
-                f"got {self.examples}"
-            )
+        said = f"examples must be None or at least the {self.count} rows of a batch"
+        check_that(self.examples is None or self.examples >= self.count, said, self.examples)
         if self.examples is not None and self.curriculum is not None:
             raise ValueError("examples must be None with a curriculum: its rows change as it goes")
 

@@ -16,6 +16,7 @@ from deltarule.models import CausalLM
 from deltarule.models.bytes import BEGIN, encode
 from deltarule.nn import Attention, DecayingFastWeights, DeltaMixer, Mixer, ScanMixer, State
 from deltarule.nn.call import LayerCall
+from deltarule.nn.checks import check_that
 from deltarule.nn.delta_mixer import OPERATORS
 from deltarule.nn.layout import make_layout
 from deltarule.nn.rule import Arguments
@@ -229,14 +230,10 @@ class AttentionPlotRun:
 
 
 def plot_attention(run: AttentionPlotRun) -> None:
-    if run.head < 0:
-        raise ValueError(f"--head must be 0 or more, got {run.head}")
+    check_that(run.head >= 0, "--head must be 0 or more", run.head)
     tokens = encode(run.text, begin=True)
-    if len(tokens) > MOST_TOKENS:
-        raise ValueError(
-            f"--text must be of at most {MOST_TOKENS - 1} bytes, got {len(tokens) - 1}: "
-            "its matrix has a row and a column for each"
-        )
+    said, count = f"--text must be of at most {MOST_TOKENS - 1} bytes", len(tokens) - 1
+    check_that(count < MOST_TOKENS, said, count, "its matrix has a row and a column for each")
     model = load_model(run.folder, choose_device(run.device))
     kinds = model.config.layer_types
     chosen = run.layers or tuple(range(len(kinds)))

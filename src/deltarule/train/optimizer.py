@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltarule.nn import parameter_roles
-from deltarule.nn.checks import check_least
+from deltarule.nn.checks import check_least, check_that
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,10 @@ class OptimizerOptions:
     def __post_init__(self) -> None:
         check_least(self, 0, "lr", "min_lr_ratio", "warmup_steps", "start_lr_ratio")
         check_least(self, 0, "weight_decay", "eps", "clip")
-        if self.start_lr_ratio > 1:
-            raise ValueError(f"start_lr_ratio must be at most 1, got {self.start_lr_ratio}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        ratio = self.start_lr_ratio
+        check_that(ratio <= 1, "start_lr_ratio must be at most 1", ratio)
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            check_that(0 <= beta < 1, f"{name} must lie in [0, 1)", beta)
 
 
 def learning_rate(step: int, steps: int, options: OptimizerOptions) -> float:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from deltarule.atomic_file import filling
 from deltarule.json_file import fitted, parse_object, read_text
 from deltarule.models.files import naming
-from deltarule.nn.checks import check_least
+from deltarule.nn.checks import check_least, check_that
 from deltarule.train.data import Corpus, joined
 from deltarule.train.documents import MINIMUM_BYTES, READERS, DataError, find_files, is_text
 from deltarule.train.progress import make_progress
@@ -64,10 +64,8 @@ class DataRun:
     """Tokens after which another file is begun."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(
-                f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}"
-            )
+        share = self.validation_fraction
+        check_that(0 < share < 1, "validation_fraction must lie between 0 and 1", share)
         check_least(self, 1, "shard_tokens")
 
 

@@ -10,6 +10,7 @@ from deltarule.models.config import ModelConfig
 from deltarule.models.convert import options
 from deltarule.models.convert.names import MLP, Names, Rows, Tensors, flat, same, under
 from deltarule.models.convert.options import Entry, Family, Fields, Options, Table
+from deltarule.nn.checks import check_that
 from deltarule.nn.state import MOST_LAYERS
 
 
@@ -142,11 +143,10 @@ def read_ratio(fields: Fields, found: Options) -> Options:
         heads = fields.integer("num_heads", smallest=1)
     fields.drop("num_heads")
     ratio = fields.integer("expand_ratio", hidden // heads if heads else 128, smallest=1)
-    if hidden % ratio:
-        raise ValueError(f"expand_ratio must divide hidden_size={hidden}, got {ratio}")
-    if heads not in (None, hidden // ratio):
-        raise ValueError(f"num_heads must be {hidden // ratio} with expand_ratio, got {heads}")
-    return {"num_heads": hidden // ratio, "head_k_dim": ratio, "head_v_dim": ratio}
+    check_that(hidden % ratio == 0, f"expand_ratio must divide hidden_size={hidden}", ratio)
+    own = hidden // ratio
+    check_that(heads in (None, own), f"num_heads must be {own} with expand_ratio", heads)
+    return {"num_heads": own, "head_k_dim": ratio, "head_v_dim": ratio}
 
 
 def family(

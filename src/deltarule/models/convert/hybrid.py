@@ -5,6 +5,7 @@ from collections.abc import Callable
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert import options
 from deltarule.models.convert.options import Entry, Fields, Follows, Options, Table
+from deltarule.nn.checks import check_that
 from deltarule.nn.state import MOST_LAYERS
 
 # Words of config.json, those of older ones among them, by ours.
@@ -52,8 +53,7 @@ def words(given: object, num_layers: int, recurrent: str, *others: str) -> tuple
     known |= {name: name for name in others}
     if not isinstance(given, list) or not all(isinstance(x, str) and x in known for x in given):
         raise ValueError(f"layer_types must be a list of {', '.join(known)}, got {given!r}")
-    if len(given) != num_layers:
-        raise ValueError(f"layer_types must name {num_layers} layers, got {len(given)}")
+    check_that(len(given) == num_layers, f"layer_types must name {num_layers} layers", len(given))
     return tuple(known[kind] for kind in given)
 
 

@@ -13,6 +13,7 @@ from deltarule.models.config import ModelConfig
 from deltarule.models.convert import hybrid, names, options
 from deltarule.models.convert.names import MLP, Experts, Tensors, backbone, same, under
 from deltarule.models.convert.options import Entry, Family, Fields, Options
+from deltarule.nn.checks import check_multiple
 
 # transformers writes an infinite number in two ways.
 NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
@@ -30,11 +31,7 @@ def inner(config: ModelConfig) -> int:
 
 
 def check_inner(config: ModelConfig) -> None:
-    if inner(config) % config.hidden_size:
-        raise ValueError(
-            f"num_heads * head_v_dim must be a multiple of hidden_size={config.hidden_size}, "
-            f"got {inner(config)}"
-        )
+    check_multiple("num_heads * head_v_dim", inner(config), "hidden_size", config.hidden_size)
 
 
 MAMBA2 = (

@@ -13,7 +13,7 @@ from deltarule.models.config import THEIRS, ModelConfig
 from deltarule.models.config_checks import SIZES, unused
 from deltarule.models.convert.names import Tensors
 from deltarule.nearest import check_known
-from deltarule.nn.checks import check_integer, is_number
+from deltarule.nn.checks import check_integer, check_that, is_number
 
 # What transformers and training code write for themselves; none changes what a model computes.
 _SILENT = frozenset({
@@ -45,45 +45,39 @@ class Fields:
 
     def factor(self, name: str) -> float:
         """Return a number above 0; absent, it is 1."""
-        if (value := self.number(name, 1.0)) <= 0:
-            raise ValueError(f"{name} must be above 0, got {value!r}")
+        value = self.number(name, 1.0)
+        check_that(value > 0, f"{name} must be above 0", value)
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a finite number; without a default it is required."""
         value = self._required(name, default)
-        if not is_number(value):
-            raise ValueError(f"{name} must be a finite number, got {value!r}")
+        check_that(is_number(value), f"{name} must be a finite number", value)
         return value
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.take(name, default)
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be true or false, got {value!r}")
+        check_that(isinstance(value, bool), f"{name} must be true or false", value)
         return value
 
     def inside(self, name: str) -> "Fields":
         value = self.take(name, {})
-        if not isinstance(value, dict):
-            raise ValueError(f"{name} must be an object, got {value!r}")
+        check_that(isinstance(value, dict), f"{name} must be an object", value)
         return Fields(value)
 
     def listed(self, name: str, default: list[Any]) -> list[Any]:
         """Return a list of integers, numbers or words; one of the length of the default, if any."""
         value = self.take(name, default)
-        if not isinstance(value, list) or (default and len(value) != len(default)):
-            size = f" of {len(default)}" if default else ""
-            raise ValueError(f"{name} must be a list{size}, got {value!r}")
+        fits = isinstance(value, list) and (not default or len(value) == len(default))
+        size = f" of {len(default)}" if default else ""
+        check_that(fits, f"{name} must be a list{size}", value)
         return value
 
     def only(self, name: str, *known: object) -> None:
         """Take an option of which only some values can be said here; absent, it is the first."""
         value = self.left.pop(name, known[0])
-        if value not in known:
-            raise ValueError(
-                f"{name} must be {' or '.join(map(repr, known))}, got {value!r}: "
-                "no option of CausalLM says that"
-            )
+        said = f"{name} must be {' or '.join(map(repr, known))}"
+        check_that(value in known, said, value, "no option of CausalLM says that")
 
     def drop(self, *names: str) -> None:
         for name in names:

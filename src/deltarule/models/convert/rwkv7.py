@@ -7,6 +7,7 @@ from deltarule.models.config import ModelConfig
 from deltarule.models.convert import options
 from deltarule.models.convert.names import Rows, Tensors, flat, same, under
 from deltarule.models.convert.options import Entry, Family, Fields, Options
+from deltarule.nn.checks import check_that
 from deltarule.nn.token_shift import GROUP_NORM_EPS
 
 # Channels that decay, erase, value and gate come through.
@@ -16,15 +17,13 @@ RANKS = ("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_ran
 def read_heads(fields: Fields, found: Options) -> Options:
     hidden, size = found["hidden_size"], found["head_k_dim"]
     heads = fields.take("num_heads")
-    if heads not in (None, hidden // size):
-        raise ValueError(f"num_heads must be hidden_size / head_dim={hidden // size}, got {heads}")
-    if abs(size * found["norm_eps"] - GROUP_NORM_EPS) > 1e-9:
-        raise ValueError(
-            f"norm_eps must be {GROUP_NORM_EPS} / head_dim={size}, got {found['norm_eps']}"
-        )
+    said, own = f"num_heads must be hidden_size / head_dim={hidden // size}", hidden // size
+    check_that(heads in (None, own), said, heads)
+    said, eps = f"norm_eps must be {GROUP_NORM_EPS} / head_dim={size}", found["norm_eps"]
+    check_that(abs(size * eps - GROUP_NORM_EPS) <= 1e-9, said, eps)
     values = fields.listed("value_dim", []) or [hidden]
-    if len({*map(str, values)}) > 1 or not isinstance(values[0], int):
-        raise ValueError(f"value_dim must be one number for all layers, got {values!r}")
+    alike = len({*map(str, values)}) == 1 and isinstance(values[0], int)
+    check_that(alike, "value_dim must be one number for all layers", values)
     return {"num_heads": hidden // size, "head_v_dim": values[0] // (hidden // size)}
 
 
