@@ -28,7 +28,9 @@ def modules() -> list[str]:
     """Names of the modules that hold an example, of the library and beside it."""
     roots = {SOURCE: SOURCE, ROOT / "experiments": ROOT, ROOT / "bench": ROOT}
     files = [(file, above) for root, above in roots.items() for file in sorted(root.rglob("*.py"))]
-    held = [(file, above) for file, above in files if ">>> " in file.read_text()]
+    # Of most layers the example is made with the class.
+    marks = ">>> ", "rule = System(", "rule = Rule(", "rule = replace("
+    held = [(file, above) for file, above in files if any(m in file.read_text() for m in marks)]
     names = [".".join(file.relative_to(above).with_suffix("").parts) for file, above in held]
     names = [name.removesuffix(".__init__") for name in names]
     return list(filter(needs_no_missing_extra, names))

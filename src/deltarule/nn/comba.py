@@ -49,12 +49,6 @@ class Comba(GatedDeltaNet):
 
     The output gate is a sigmoid; erase_scale and D start at ones for each key head (the authors use
     D = 0.02 in small models).
-
-    Examples:
-        >>> layer = Comba(32, num_heads=2)
-        >>> y, state = layer(torch.zeros(1, 5, 32))
-        >>> layer.erase_scale.shape, state["recurrent"].shape
-        (torch.Size([2]), torch.Size([1, 2, 24, 12]))
     """
 
     rule = Rule(
@@ -84,11 +78,6 @@ class CombaReleased(Comba):
 
     p = sigmoid(erase_scale) k corrects the query before q and k are normed, and erases at the full
     length of a unit key. Parameters and defaults are those of `Comba`.
-
-    Examples:
-        >>> y, state = CombaReleased(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 2, 24, 12])
     """
 
     rule = replace(

@@ -33,12 +33,7 @@ class DeltaProduct(deltanet.DeltaNet):
 
 
 class GatedDeltaProduct(gated_deltanet.GatedDeltaNet):
-    """Gated DeltaProduct: decay once a token, then n_steps delta-rule writes, one read-out.
-
-    Examples:
-        >>> GatedDeltaProduct(32, num_heads=2)(torch.zeros(1, 5, 32))[0].shape
-        torch.Size([1, 5, 32])
-    """
+    """Gated DeltaProduct: decay once a token, then n_steps delta-rule writes, one read-out."""
 
     rule = replace(
         DeltaProduct.rule, name="gated_delta_product", title="Gated DeltaProduct", decay="head",

@@ -33,11 +33,6 @@ class DecayingFastWeights(Mixer):
 
     The biases of both gates start at 4 and the norm is this library's; the paper fine-tunes
     pre-trained attention and adds neither.
-
-    Examples:
-        >>> y, state = DecayingFastWeights(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 2, 16, 16])
     """
 
     rule = System(

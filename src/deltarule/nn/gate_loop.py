@@ -57,11 +57,6 @@ class GateLoop(DeltaMixer):
     `recurrent` [N, H, V, 2 K] is e^{-i Phi} H, its real parts before its imaginary ones, and
     `phase` [N, H, K] is Phi, the sum of all w. Decays start from 1 - 0.1 to 1 - 0.001. The paper
     has one channel a head.
-
-    Examples:
-        >>> y, state = GateLoop(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape, state["phase"].shape
-        (torch.Size([1, 2, 16, 32]), torch.Size([1, 2, 16]))
     """
 
     rule = Rule(

@@ -34,11 +34,6 @@ class GatedDeltaNet2(KDA):
 
     KDA with, in place of one write strength a head, an erase gate b for each key channel, in [0,
     beta_max], and a write gate w for each value channel, in [0, 1].
-
-    Examples:
-        >>> y, state = GatedDeltaNet2(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 2, 16, 16])
     """
 
     rule = Rule(

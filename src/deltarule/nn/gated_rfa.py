@@ -36,11 +36,6 @@ class GatedRFA(DeltaMixer):
 
     The features (2 head_k_dim of them, of unit queries and keys) learn the width of their kernel.
     There is no norm: the read-out is a weighted sum of values already.
-
-    Examples:
-        >>> y, state = GatedRFA(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 2, 17, 32])
     """
 
     rule = Rule(

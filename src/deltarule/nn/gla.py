@@ -24,11 +24,6 @@ class GatedLinearAttention(DeltaMixer):
     """Gated Linear Attention: S = S Diag(a) + v k^T, a = sigmoid(W2 W1 x + b)^(1/16).
 
     The decay comes through 16 channels.
-
-    Examples:
-        >>> y, state = GatedLinearAttention(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 2, 16, 8])
     """
 
     rule = Rule(

@@ -79,11 +79,6 @@ class HGRN(LowerBounds, VectorMixer):
     the least decay lb grows with depth, as in `HGRN2`. The state's `recurrent`
     [N, H, head_v_dim, 1] is e^{-i theta (t - 1)} h after `length` [N] = t tokens. A norm goes over
     all heads together.
-
-    Examples:
-        >>> y, state = HGRN(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape, state["length"]
-        (torch.Size([1, 2, 32, 1]), tensor([5]))
     """
 
     rule = System(

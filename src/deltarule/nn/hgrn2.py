@@ -27,11 +27,6 @@ class HGRN2(LowerBounds, DeltaMixer):
     for all of them and hands it on in `shared`; a layer without `shared`, and the first one, have
     lb = 0. SiLU on q, and a norm over all heads together. The paper's heads have 128 channels.
 
-    Examples:
-        >>> y, state = HGRN2(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> y.shape
-        torch.Size([1, 5, 32])
-
     Source: arXiv 2404.07904, section 3; lower bounds, arXiv 2311.04823, section 3.2.
     """
 

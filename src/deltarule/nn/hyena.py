@@ -128,11 +128,6 @@ class Hyena(MultiHeadHyena):
     """Hyena of order 2: o = q * (h conv (k * v) + d * k * v), with one filter for each channel.
 
     The heads are groups of channels, and change nothing.
-
-    Examples:
-        >>> y, state = Hyena(32, num_heads=1, filter_size=100)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 99, 32, 2])
     """
 
     rule = replace(

@@ -25,11 +25,6 @@ class KDA(DeltaNet):
     Decay and output gate each come through head_v_dim channels; exp(A_log) starts from U(1, 16),
     from 1 with gate_lower_bound, and softplus(dt_bias) log-uniform in [1e-3, 1e-1].
 
-    Examples:
-        >>> layer = KDA(32, num_heads=2)
-        >>> layer.dt_bias.shape, layer(torch.zeros(1, 5, 32))[0].shape
-        (torch.Size([2, 16]), torch.Size([1, 5, 32]))
-
     Source: arXiv 2510.26692, section 4.
     """
 

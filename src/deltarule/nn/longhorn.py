@@ -46,10 +46,6 @@ class Longhorn(DeltaNet):
     The released model has one b for each channel and approximates I - e k k^T by its diagonal;
     this is the paper's exact update with one b for each head. e |k|^2 stays below 1 whatever
     beta_max, the largest b.
-
-    Examples:
-        >>> Longhorn(32, num_heads=2)(torch.zeros(1, 5, 32))[0].shape
-        torch.Size([1, 5, 32])
     """
 
     rule = Rule(
@@ -68,11 +64,6 @@ class LonghornReleased(ScanMixer):
     e = b / (1 + b |k|^2) with one b for each value channel. The exact update of `Longhorn` is a
     product with I - e k k^T; here each entry of the state erases only what it holds itself. As
     `Mamba1`, but for A_log, which there is none of, and a dt_bias that starts at zeros.
-
-    Examples:
-        >>> y, state = LonghornReleased(32, num_heads=1)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 1, 64, 16])
     """
 
     rule = System(

@@ -30,11 +30,6 @@ class LRU(VectorMixer):
     e^{-i exp(theta) (t - 1)} h after `length` [N] = t tokens. The paper's GLU after the layer is
     left to the MLP of the model. head_k_dim complex numbers are kept. Eigenvalues start uniform on
     the unit disc, gamma at sqrt(1 - |lambda|^2).
-
-    Examples:
-        >>> y, state = LRU(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 2, 32, 1])
     """
 
     rule = System(

@@ -34,11 +34,6 @@ class Mamba1(ScanMixer):
     softplus(dt_bias) log-uniform in [1e-3, 1e-1], D at ones. The release's convolution has a bias:
     conv_bias=True.
 
-    Examples:
-        >>> y, state = Mamba1(32, num_heads=1)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 1, 64, 16])
-
     Source: arXiv 2312.00752, section 3.4 and algorithm 2.
     """
 
@@ -95,11 +90,6 @@ class SignedMamba1(Mamba1):
 
     An entry that changes its sign with a token can count tokens modulo two, which no positive decay
     can. Nothing else differs.
-
-    Examples:
-        >>> y, state = SignedMamba1(32, num_heads=1)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 1, 64, 16])
     """
 
     rule = replace(

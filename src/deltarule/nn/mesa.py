@@ -30,11 +30,6 @@ class Mesa(Mixer):
     each key channel, learned from 1. The state holds G as `recurrent` and H as `covariance`. Solved
     exactly on a CPU, by head_k_dim + 64 conjugate gradients elsewhere.
 
-    Examples:
-        >>> y, state = Mesa(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape, state["covariance"].shape
-        (torch.Size([1, 2, 16, 16]), torch.Size([1, 2, 16, 16]))
-
     Source: arXiv 2309.05858; gates as in MesaNet, arXiv 2506.05233, section 3 and its code.
     """
 

@@ -7,7 +7,6 @@
 
 import inspect
 import re
-import textwrap
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from deltarule.nn import checks
 from deltarule.nn.checks import COMMON, REASONS, SPECTRA, check_that
+from deltarule.nn.described import described
 from deltarule.nn.frame import Frame
 from deltarule.nn.norm import GatedGroupNorm, GatedRMSNorm, GateOnly
 from deltarule.nn.roles import Role
@@ -108,16 +108,16 @@ class Mixer(Frame):
         super().__init_subclass__()
         text, rule = inspect.cleandoc(cls.__doc__ or ""), getattr(cls, "rule", None)
         shown = dict([*inspect.signature(cls.__init__).parameters.items()][1:])
-        if cls.__init__ is Mixer.__init__ and rule is not None:
+        common = cls.__init__ is Mixer.__init__ and rule is not None
+        if common:
             shown = {n: p for n, p in shown.items() if p.default is p.empty or cls.takes(n)}
-            if text and "Args:" not in text and DESCRIBED:
+        if text and rule is not None:
+            text, _, source = text.partition("Source:")
+            if common and "Args:" not in text and DESCRIBED:
                 said = ", ".join(x for name, x in cls.defaults().items() if name in shown)
                 chosen = [entry for name, entry in DESCRIBED.items() if name in shown]
-                head, found, tail = text.partition("Examples:\n")
-                head = f"{head.rstrip()}\n\n{textwrap.fill(f'Defaults: {said}.', 96)}\n\nArgs:"
-                text = "\n".join((head, *chosen, "", found + tail)).rstrip()
-        if text and rule is not None and "Source:" not in text:
-            text += f"\n\nSource: {rule.source}."
+                text = described(text, said, rule.state_size, chosen, cls.__name__)
+            text = f"{text.rstrip()}\n\nSource:{source or f' {rule.source}.'}"
         cls.__doc__ = text or cls.__doc__
         cls.__signature__ = inspect.Signature([*shown.values()])
 

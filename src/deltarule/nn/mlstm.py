@@ -67,11 +67,6 @@ class MLSTM(DeltaMixer):
     paper's times exp(-stabilizer). The norm is that of each head's mean and variance; forget biases
     start from 3 to 6 over the heads, input biases from N(0, 0.1^2).
 
-    Examples:
-        >>> y, state = MLSTM(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape, state["stabilizer"].shape
-        (torch.Size([1, 2, 17, 16]), torch.Size([1, 2]))
-
     Source: arXiv 2405.04517, section 2.3 and appendix A.
     """
 
@@ -119,11 +114,6 @@ class XLSTM7B(MLSTM):
     """The mLSTM of xLSTM-7B: the logits of both gates are bounded by 15, 15 tanh(logit / 15).
 
     Input biases start at -10.
-
-    Examples:
-        >>> y, state = XLSTM7B(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 2, 17, 8])
     """
 
     rule = replace(

@@ -79,12 +79,7 @@ class MultiHeadDeltaNet(deltanet.DeltaNet):
 
 
 class MultiKVDeltaNet(MultiHeadDeltaNet):
-    """One query reads a state for each key and value: DeltaProduct with states of their own.
-
-    Examples:
-        >>> MultiKVDeltaNet(32, num_heads=2).q_proj.weight.shape
-        torch.Size([32, 32])
-    """
+    """One query reads a state for each key and value: DeltaProduct with states of their own."""
 
     rule = replace(
         MultiHeadDeltaNet.rule,
@@ -112,12 +107,7 @@ class MultiValueDeltaNet(MultiHeadDeltaNet):
 
 
 class MultiKeyDeltaNet(MultiHeadDeltaNet):
-    """One value under a key for each state, read by one query.
-
-    Examples:
-        >>> MultiKeyDeltaNet(32, num_heads=2).v_proj.weight.shape
-        torch.Size([32, 32])
-    """
+    """One value under a key for each state, read by one query."""
 
     rule = replace(
         MultiKVDeltaNet.rule, name="multi_key_deltanet", title="Multi-key DeltaNet",

@@ -27,11 +27,6 @@ class RetNet(DeltaMixer):
 
     The state also counts tokens (`length` [N]), which are the positions of the rotation. head_k_dim
     is even.
-
-    Examples:
-        >>> y, state = RetNet(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["length"]
-        tensor([5])
     """
 
     rule = Rule(
@@ -56,13 +51,7 @@ class RetNet(DeltaMixer):
 
 
 class GatedRetNet(RetNet):
-    """Gated RetNet: S = g S + v k^T with g = sigmoid(a_proj x)^(1/16), and RoPE on q and k.
-
-    Examples:
-        >>> y, state = GatedRetNet(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["length"]
-        tensor([5])
-    """
+    """Gated RetNet: S = g S + v k^T with g = sigmoid(a_proj x)^(1/16), and RoPE on q and k."""
 
     rule = replace(
         RetNet.rule, name="gated_retnet", title="Gated RetNet", decay="head", page="retnet",

@@ -34,11 +34,6 @@ class RGLRU(VectorMixer):
     the authors' release; so the state counts tokens (`length` [N]). Nothing follows the
     convolution; a starts from 0.9 to 0.999 where its gate is one.
 
-    Examples:
-        >>> y, state = RGLRU(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 2, 16, 1])
-
     Source: arXiv 2402.19427, section 2.4.
     """
 

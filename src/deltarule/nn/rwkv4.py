@@ -30,11 +30,6 @@ class RWKV4(VectorMixer):
     in the state), by a share that is learned. w = exp(A_log) and the bonus u are learned for each
     channel. The state's `recurrent` [N, H, 2 V, 1] is (a, b) times e^{-stabilizer} [N, H, V].
 
-    Examples:
-        >>> y, state = RWKV4(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape, state["stabilizer"].shape
-        (torch.Size([1, 2, 32, 1]), torch.Size([1, 2, 16]))
-
     Source: arXiv 2305.13048, section 3, and the authors' starting values.
     """
 

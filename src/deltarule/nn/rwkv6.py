@@ -51,11 +51,6 @@ class RWKV6(ShiftedMixer):
     in the state), by a share that depends on both. `recurrent` holds every write, the last one too.
     Group norm with eps 64e-5 whatever norm_eps; the paper's heads have 64 channels.
 
-    Examples:
-        >>> y, state = RWKV6(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> sorted(state), state["shift"].shape
-        (['recurrent', 'shift'], torch.Size([1, 1, 32]))
-
     Source: arXiv 2404.05892, section 4, and the authors' starting values.
     """
 

@@ -59,11 +59,6 @@ class RWKV7(ShiftedMixer):
     output gate has its sigmoid between two maps, and nothing after them. The paper's heads have 64
     channels.
 
-    Examples:
-        >>> y, state = RWKV7(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> sorted(state), state["shift"].shape
-        (['recurrent', 'shift'], torch.Size([1, 1, 32]))
-
     Source: arXiv 2503.14456, section 4 and appendix on initialisation.
     """
 

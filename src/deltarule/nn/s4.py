@@ -72,11 +72,6 @@ class S4(ScanMixer):
         convolves: Whether calls of many tokens are one long convolution in place of a scan: the
             convolution mode. Packed and padded calls are scans either way.
 
-    Examples:
-        >>> y, state = S4(32, num_heads=1)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 1, 64, 16])
-
     Source: arXiv 2406.06484, table 4; arXiv 2206.11893, section 3 (S4D-Real).
     """
 

@@ -228,11 +228,6 @@ class S4D(ScanMixer):
     state's `recurrent` [N, H, V, 2 K] has all real parts before all imaginary ones. head_k_dim
     complex numbers of each value channel (the paper's N = 64). dt starts log-uniform in [1e-3,
     1e-1], A at the spectrum of HiPPO-LegS, B at ones, C normal, D at ones.
-
-    Examples:
-        >>> y, state = S4D(32, num_heads=1)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 1, 64, 64])
     """
 
     rule = System(

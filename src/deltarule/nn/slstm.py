@@ -28,11 +28,6 @@ class SLSTM(Mixer):
     times exp(-m). The convolution comes before i and f, and the norm is of each head's mean and
     variance. Forget biases start from 3 to 6 over the channels, recurrent weights at zero.
 
-    Examples:
-        >>> y, state = SLSTM(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape
-        torch.Size([1, 2, 4, 16])
-
     Source: arXiv 2405.04517, section 2.2 and appendix A, and its code.
     """
 

@@ -37,11 +37,6 @@ class TitansLinear(MemoryMixer):
     long the momentum lasts; a = sigmoid(a_proj x + decay_bias), from sigmoid(7). These ranges are
     ours: the authors published no code. The state holds M as `recurrent`, S as `momentum`, the
     memory before the open mini-batch as `anchor`, and its tokens as `position`.
-
-    Examples:
-        >>> y, state = TitansLinear(32, num_heads=2)(torch.zeros(1, 21, 32))
-        >>> state["recurrent"].shape, state["position"]
-        (torch.Size([1, 2, 16, 16]), tensor([5]))
     """
 
     rule = System(
@@ -110,11 +105,6 @@ class TitansMLP(TitansLinear):
     The gradient of each map grows with the other, and so with the values: the learning rate is a
     tenth of the linear memory's, and values of a norm above 4 are shortened to it. The state has
     `recurrent_2`, `momentum_2` and `anchor_2` for the second map.
-
-    Examples:
-        >>> y, state = TitansMLP(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape, state["recurrent_2"].shape
-        (torch.Size([1, 2, 32, 16]), torch.Size([1, 2, 16, 32]))
     """
 
     rule = replace(

@@ -193,11 +193,6 @@ class TitansMAL(TitansMAG):
 
     The learned tokens come before every document, for both; attention sees the last `window`
     tokens of what the memory puts out, the learned ones among them.
-
-    Examples:
-        >>> y, state = TitansMAL(32, num_heads=2, window=8)(torch.zeros(1, 5, 32))
-        >>> state["keys"].shape, state["length"]
-        (torch.Size([1, 7, 32]), tensor([9]))
     """
 
     rule = replace(
@@ -222,11 +217,6 @@ class TitansMAC(TitansMAG):
     its own, and reads the memory after its own y: in print both are of the whole segment, later
     tokens included. h is read without the memory's convolution. The state has the memory before
     the open segment as `segment` and `segment_2`, and the `keys` and `values` of its tokens.
-
-    Examples:
-        >>> y, state = TitansMAC(32, num_heads=2, window=8)(torch.zeros(1, 5, 32))
-        >>> state["keys"].shape, state["length"]
-        (torch.Size([1, 8, 64]), tensor([5]))
     """
 
     rule = replace(

@@ -33,11 +33,6 @@ class TTTLinear(MemoryMixer):
     W_0 as `recurrent`, the sum of the open mini-batch as `gradient`, and its tokens as `position`;
     so a sequence may stop and go on anywhere. head_k_dim is even, and values have the same size; a
     layer norm goes over all heads. An output gate is GELU(gate) * LN(o).
-
-    Examples:
-        >>> y, state = TTTLinear(32, num_heads=2)(torch.zeros(1, 21, 32))
-        >>> state["recurrent"].shape, state["position"]
-        (torch.Size([1, 2, 16, 17]), tensor([5]))
     """
 
     rule = System(
@@ -108,11 +103,6 @@ class TTTMLP(TTTLinear):
 
     The learning rate is a tenth of TTT-Linear's. The state has `recurrent_2` and `gradient_2` for
     the second map.
-
-    Examples:
-        >>> y, state = TTTMLP(32, num_heads=2)(torch.zeros(1, 5, 32))
-        >>> state["recurrent"].shape, state["recurrent_2"].shape
-        (torch.Size([1, 2, 64, 17]), torch.Size([1, 2, 16, 65]))
     """
 
     rule = replace(

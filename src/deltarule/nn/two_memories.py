@@ -101,11 +101,6 @@ class GatedSlotAttention(SlotMixer):
     """Gated slot attention: a slot forgets the share a of what it holds and takes in 1 - a.
 
     SiLU on q, k, v and the output, and one norm of all heads.
-
-    Examples:
-        >>> y, state = GatedSlotAttention(32, num_heads=2, num_slots=8)(torch.zeros(1, 5, 32))
-        >>> state["keys"].shape, state["recurrent"].shape
-        (torch.Size([1, 2, 8, 16]), torch.Size([1, 2, 16, 8]))
     """
 
     rule = replace(
