@@ -12,19 +12,10 @@ from torch import Tensor, nn
 
 from deltarule.nearest import check_known
 from deltarule.nn import checks
+from deltarule.nn import masked_attention as masked
 from deltarule.nn.call import LayerCall
 from deltarule.nn.layout import Layout, make_layout, split
 from deltarule.nn.linears import linear, linears
-from deltarule.nn.masked_attention import (
-    Sight,
-    attend_by_sight,
-    attend_in_blocks,
-    attend_to_cache,
-    continued,
-    sight_of,
-    visible_up_to,
-    with_free_rows,
-)
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.ring_attention import ring, rings
@@ -168,7 +159,7 @@ class Attention(Mixer):
         `place` [B] is the row of the next token, the same for all.
         """
         free = tokens if self.window is None else self.window - state["valid"].shape[1]
-        return with_free_rows(state, free)
+        return masked.with_free_rows(state, free)
 
     @property
     def appended(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -190,13 +181,13 @@ class Attention(Mixer):
         values = torch.cat([before["values"].to(v.dtype), v], dim=1)
         window = self.window
         if before["keys"].shape[1] == 0 and window is not None and layout.tokens > window:
-            o = attend_in_blocks(self._attend, q, keys, values, window, layout.sequence)
-        elif (sight := sight_of(before, layout, window)) is None:
+            o = masked.attend_in_blocks(self._attend, q, keys, values, window, layout.sequence)
+        elif (sight := masked.sight_of(before, layout, window)) is None:
             o = self._attend(q, keys, values, None)
         else:
-            o = attend_by_sight(self._attend, q, keys, values, sight, self.scale)
+            o = masked.attend_by_sight(self._attend, q, keys, values, sight, self.scale)
         if layout.cu_seqlens is None:
-            call.after.update(continued(before, keys, values, layout, self.window))
+            call.after.update(masked.continued(before, keys, values, layout, self.window))
         return self._put_out(o, call.x)
 
     def _over_context(self, call: LayerCall, context: Context) -> Tensor:
@@ -206,7 +197,7 @@ class Attention(Mixer):
             # No state: it would be the rows of all processes.
             return self._put_out(ring(context, q, self._keys(k), self._keys(v), self.scale), call.x)
         keys, values = (all_rows(context, rows)[:, : context.last] for rows in (k, v))
-        lowest, visible = visible_up_to(context, self.window, q.device)
+        lowest, visible = masked.visible_up_to(context, self.window, q.device)
         if visible is None:
             # PyTorch's kernels need no mask for it. It imports the whole compiler.
             from torch.nn.attention.bias import causal_lower_right
@@ -214,7 +205,7 @@ class Attention(Mixer):
             visible = causal_lower_right(q.shape[1], keys.shape[1])
         o = self._attend(q, keys[:, lowest:], values[:, lowest:], visible)
         if context.offsets is None:
-            call.after.update(continued(before, keys, values, layout, self.window))
+            call.after.update(masked.continued(before, keys, values, layout, self.window))
         return self._put_out(o, call.x)
 
     def weights(self, x: Hidden) -> Tensor:
@@ -228,7 +219,7 @@ class Attention(Mixer):
         scores = torch.einsum("bihd, bjhd -> bhij", q, self._keys(k))
         scores = scores * self.scale
         tokens = x.shape[1]
-        _, visible = Sight(tokens, tokens, x.device, self.window).mask(0, tokens)
+        _, visible = masked.Sight(tokens, tokens, x.device, self.window).mask(0, tokens)
         return scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
 
     def _keys(self, k: Tensor) -> Tensor:
@@ -256,7 +247,7 @@ class Attention(Mixer):
         if x.shape[1] != 1:
             raise ValueError(f"x must hold one token with a lent cache, got T = {x.shape[1]}")
         q, k, v = self._project(x, state["length"].unsqueeze(1))
-        o = attend_to_cache(q[:, 0], k[:, 0], v[:, 0], state, self.scale)
+        o = masked.attend_to_cache(q[:, 0], k[:, 0], v[:, 0], state, self.scale)
         return self._put_out(o.flatten(1, -2).unsqueeze(1), x)
 
     def of_input(self) -> dict[str, nn.Module]:

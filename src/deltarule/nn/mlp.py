@@ -11,16 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from deltarule.nn import few_rows
-from deltarule.nn.linears import (
-    gradient_of_weight,
-    in_one_node,
-    linear,
-    linears,
-    plain_weights,
-    products_back,
-    products_of,
-)
+from deltarule.nn import few_rows, linears
 from deltarule.ops.dispatch import without_autocast
 from deltarule.ops.fused import swiglu as fused
 from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
@@ -61,17 +52,17 @@ class SwiGLU(nn.Module):
 
 def swiglu(x: Tensor, modules: Sequence[nn.Module], factor: float = 1.0) -> Tensor:
     """down(SiLU(factor * gate x) * up x) of the modules gate, up and down."""
-    given = in_one_node(x, modules)
+    given = linears.in_one_node(x, modules)
     if given is not None and why_not_fused(x) is None:
         y: Tensor = direct(GatedProducts)(*given, factor)
         return y
     eager = x.is_cuda and not (torch.compiler.is_compiling() or torch.is_grad_enabled())
     if eager and factor == 1:
-        h = few_rows.gated_product(x, plain_weights(modules[:2]))
+        h = few_rows.gated_product(x, linears.plain_weights(modules[:2]))
         if h is not None:
-            return linear(h, modules[2])
-    gate, up = linears(x, modules[:2])
-    return linear(gated_product(gate if factor == 1 else gate * factor, up), modules[2])
+            return linears.linear(h, modules[2])
+    gate, up = linears.linears(x, modules[:2])
+    return linears.linear(gated_product(gate if factor == 1 else gate * factor, up), modules[2])
 
 
 def gated_product(gate: Tensor, up: Tensor) -> Tensor:
@@ -100,7 +91,7 @@ class SquaredReLU(nn.Module):
         self.down_proj = nn.Linear(mlp_size, hidden_size, bias=False)
 
     def forward(self, x: Hidden) -> Hidden:
-        return linear(F.relu(linear(x, self.up_proj)).square(), self.down_proj)
+        return linears.linear(F.relu(linears.linear(x, self.up_proj)).square(), self.down_proj)
 
 
 def make_mlp(
@@ -121,7 +112,7 @@ class GatedProducts(torch.autograd.Function):
         from deltarule.ops.fused import swiglu_triton as kernels
 
         weights = gate_weight, up_weight
-        ctx.groups, (*wholes, matrix), both = products_of(x.flatten(0, -2), weights, down)
+        ctx.groups, (*wholes, matrix), both = linears.products_of(x.flatten(0, -2), weights, down)
         if factor != 1:
             both[0].mul_(factor)
         (h,) = kernels.swiglu_rows(fused.GatedProduct(*both))
@@ -145,10 +136,11 @@ class GatedProducts(torch.autograd.Function):
         if ctx.factor != 1:
             d_parts[0].mul_(ctx.factor)
         needed, same = ctx.needs_input_grad[:3], ctx.dtype == d_h.dtype
-        found = products_back(x, ctx.groups, wholes, d_parts, needed, ctx.dtype, d_both)
+        found = linears.products_back(x, ctx.groups, wholes, d_parts, needed, ctx.dtype, d_both)
         if not learns:
             return *found, None, None
-        return *found, d_rows.mT @ d_h if same else gradient_of_weight(d_rows, d_h, ctx.dtype), None
+        wide = linears.gradient_of_weight
+        return *found, d_rows.mT @ d_h if same else wide(d_rows, d_h, ctx.dtype), None
 
 
 def why_not_gated(gate: Tensor, up: Tensor) -> str | None:

@@ -14,14 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from deltarule.nn import linears
 from deltarule.nn.layout import split
-from deltarule.nn.linears import (
-    gradient_of_weight,
-    in_one_node,
-    is_hooked,
-    plain_weights,
-    rounded,
-)
 from deltarule.nn.recomputed import LEAST
 from deltarule.ops.dispatch import are_plain_eager, without_autocast
 from deltarule.ops.fused import norms as fused
@@ -113,7 +107,7 @@ def gated_norm_product(
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    if type(norm) is not GatedRMSNorm or is_hooked(norm):
+    if type(norm) is not GatedRMSNorm or linears.is_hooked(norm):
         return None
     weight = norm.weight
     if x.shape[-1:] != weight.shape or why_no_gated_norm(x, gate, norm.activation):
@@ -121,7 +115,7 @@ def gated_norm_product(
     if not are_plain_eager((gate, weight)):
         return None
     # Nor where autocast rounds between the two.
-    if (given := in_one_node(x, [module])) is None or given[0] is not x:
+    if (given := linears.in_one_node(x, [module])) is None or given[0] is not x:
         return None
     numbers = norm.eps, norm.activation, False
     y: Tensor = direct(NormedProduct)(x, gate, weight, given[1], slot, *numbers)
@@ -141,7 +135,7 @@ class NormedProduct(torch.autograd.Function):
         (n,) = kernels.gated_norm(fused.GatedNorm(x, gate, weight, *numbers))
         ctx.numbers, ctx.slot, ctx.dtype = numbers, slot, matrix.dtype
         if matrix.dtype != x.dtype:
-            (matrix,) = rounded([matrix], [], x)
+            (matrix,) = linears.rounded([matrix], [], x)
         # As `recomputed` has it.
         ctx.save_for_backward(x, gate, weight, matrix, n if n.nbytes < LEAST else None)
         with without_autocast(x.device):
@@ -164,7 +158,7 @@ class NormedProduct(torch.autograd.Function):
         if learns:
             n = (d_n if remakes else n).view(-1, matrix.shape[1])
             same = ctx.dtype == n.dtype
-            d_matrix = d_rows.mT @ n if same else gradient_of_weight(d_rows, n, ctx.dtype)
+            d_matrix = d_rows.mT @ n if same else linears.gradient_of_weight(d_rows, n, ctx.dtype)
         return d_x, made if d_gate is None else d_gate, d_weight, d_matrix, None, None, None, None
 
 
@@ -177,7 +171,7 @@ def norm_for_products(
     autograd that has all of the products.
     """
     dtype = rounds_to(x, modules)
-    if dtype is None or type(norm) is not RMSNorm or is_hooked(norm):
+    if dtype is None or type(norm) is not RMSNorm or linears.is_hooked(norm):
         return None
     if why_no_row(x) or not are_plain_eager((x, y, norm.weight)):
         return None
@@ -195,7 +189,7 @@ def rounds_to(x: Tensor, modules: Sequence[nn.Module]) -> torch.dtype | None:
         return None
     if x.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
         return None
-    weights = plain_weights(modules)
+    weights = linears.plain_weights(modules)
     if not weights or len(weights) < len(modules) or not are_plain_eager(weights):
         return None
     return torch.get_autocast_dtype(kind)

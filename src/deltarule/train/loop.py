@@ -23,12 +23,7 @@ from deltarule.models.decoder import as_written
 from deltarule.models.files import naming
 from deltarule.models.late import Late
 from deltarule.parallel import World
-from deltarule.train.checkpoint import (
-    STATE,
-    random_state,
-    restore_random_state,
-    weights_and_moments,
-)
+from deltarule.train import checkpoint
 from deltarule.train.device import choose_device
 from deltarule.train.job import Job
 from deltarule.train.job import LoopOptions as LoopOptions
@@ -164,14 +159,14 @@ class Trainer:
         newest = self.checkpoints.newest()
         if newest is None:
             return
-        wanted = weights_and_moments(self.model, self.optimizer)
+        wanted = checkpoint.weights_and_moments(self.model, self.optimizer)
         self.checkpoints.fill(newest.folder, wanted)
         for moments in self.optimizer.state.values():
             moments["step"].fill_(newest.step)
-        with naming(newest.folder / STATE):
+        with naming(newest.folder / checkpoint.STATE):
             saved: Saved = fitted(Saved, newest.state)
             self.job.seek(saved.position)
-            restore_random_state(saved.random)
+            checkpoint.restore_random_state(saved.random)
         self.step = self.saved = newest.step
         self.seconds, self.stopped, self.best = saved.seconds, saved.stopped, saved.best
         self.checkpoints.spared = self.best.step if self.patience else 0
@@ -180,8 +175,8 @@ class Trainer:
         if self.saved == self.step:
             return
         position = self.job.position()
-        saved = Saved(position, random_state(), self.seconds, self.stopped, self.best)
-        tensors = weights_and_moments(self.model, self.optimizer)
+        saved = Saved(position, checkpoint.random_state(), self.seconds, self.stopped, self.best)
+        tensors = checkpoint.weights_and_moments(self.model, self.optimizer)
         self.checkpoints.save(self.step, tensors, asdict(saved))
         self.saved, self.saved_at = self.step, time.monotonic()
 

@@ -16,13 +16,7 @@ from deltarule.json_file import fitted
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.models.files import CONFIG, WEIGHTS, naming, read_config
-from deltarule.train.checkpoint import (
-    MARKER,
-    checkpoint_steps,
-    fill,
-    newest_checkpoint,
-    read_checkpoint,
-)
+from deltarule.train import checkpoint
 from deltarule.train.metrics import figures, read_metrics
 from deltarule.train.progress import for_screen
 from deltarule.train.run_folder import DIVERGED, RUN, RunFolderError, RunRecord, locked, read_run
@@ -99,7 +93,8 @@ def summary(folder: Path) -> list[str]:
     with naming(folder / RUN, RunFolderError):
         steps: int = fitted(int, flat(record.configuration).get("steps"), "steps")
     rows = read_metrics(folder / "metrics.jsonl")
-    step = max([row["step"] for row in rows] + checkpoint_steps(folder / "checkpoints"), default=0)
+    saved = checkpoint.checkpoint_steps(folder / "checkpoints")
+    step = max([row["step"] for row in rows] + saved, default=0)
     state = "done" if record.done is not None and record.done >= step else "stopped"
     if (folder / DIVERGED).exists():
         state = "diverged"
@@ -137,14 +132,14 @@ def load_model(folder: Path, device: torch.device, *, of_bytes: bool = True) -> 
     """
     if not folder.is_dir():
         raise missing_run(folder)
-    read_weights = partial(read_checkpoint, optimizer=False)
-    if (folder / MARKER).exists():
+    read_weights = partial(checkpoint.read_checkpoint, optimizer=False)
+    if (folder / checkpoint.MARKER).exists():
         model = checkpoint_model(read_weights(folder).folder)
     # A model may lie alone in a folder.
     elif (folder / WEIGHTS).exists() and (not (folder / RUN).exists() or is_at_its_end(folder)):
         model = CausalLM.load(folder)
     else:
-        found = newest_checkpoint(folder / "checkpoints", read_weights)
+        found = checkpoint.newest_checkpoint(folder / "checkpoints", read_weights)
         if found is None:
             read_run(folder)
             raise RunFolderError(f"{folder} has no checkpoint yet, and so no model")
@@ -158,13 +153,13 @@ def load_model(folder: Path, device: torch.device, *, of_bytes: bool = True) -> 
 
 
 def is_at_its_end(folder: Path) -> bool:
-    steps, done = checkpoint_steps(folder / "checkpoints"), read_run(folder).done
+    steps, done = checkpoint.checkpoint_steps(folder / "checkpoints"), read_run(folder).done
     last = not steps or (done is not None and done >= steps[-1])
     return last and (folder / WEIGHTS).exists()
 
 
 def run_of(folder: Path) -> Path:
-    return folder.resolve().parents[1] if (folder / MARKER).exists() else folder
+    return folder.resolve().parents[1] if (folder / checkpoint.MARKER).exists() else folder
 
 
 def checkpoint_model(folder: Path) -> CausalLM:
@@ -173,5 +168,5 @@ def checkpoint_model(folder: Path) -> CausalLM:
     fields = read_config(run)
     with naming(run / CONFIG):
         model = CausalLM(ModelConfig.from_fields(fields))
-    fill(folder, dict(model.state_dict()))
+    checkpoint.fill(folder, dict(model.state_dict()))
     return model

@@ -31,20 +31,12 @@ from deltarule.atomic_file import sync
 from deltarule.models import CausalLM
 from deltarule.models.files import CONFIG, WEIGHTS, CheckpointError
 from deltarule.parallel import World
-from deltarule.train.checkpoint import (
-    Checkpoint,
-    Checkpoints,
-    Tensors,
-    file_hash,
-    newest_checkpoint,
-    read_checkpoint,
-    read_json,
-)
+from deltarule.train import checkpoint
 
 HASHES = ".hashes-{}.json"
 
 
-class ShardedCheckpoints(Checkpoints):
+class ShardedCheckpoints(checkpoint.Checkpoints):
     """`Checkpoints` of a run whose tensors lie on several processes, which all see the folder.
 
     Any number of processes reads what any other has written. Parameters named `stepped` are split
@@ -55,7 +47,7 @@ class ShardedCheckpoints(Checkpoints):
         self, folder: Path, *, keep: int, world: World, stepped: Collection[str] = ()
     ) -> None:
         # The first process makes the folder and removes what was left in it; the others find that.
-        world.from_first(lambda: Checkpoints(folder, keep=keep).steps())
+        world.from_first(lambda: checkpoint.Checkpoints(folder, keep=keep).steps())
         super().__init__(folder, keep=keep)
         self.world, self.stepped = world, stepped
         # Of its own: collectives of two threads must not meet.
@@ -63,7 +55,7 @@ class ShardedCheckpoints(Checkpoints):
         self.writing: threading.Thread | None = None
         self.failure: BaseException | None = None
 
-    def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
+    def save(self, step: int, tensors: checkpoint.Tensors, state: dict[str, Any]) -> Path:
         """Begin to write one checkpoint, once the one before is there.
 
         What is no DTensor is alike on all processes, and all may change when this returns.
@@ -101,14 +93,14 @@ class ShardedCheckpoints(Checkpoints):
             files = sorted(aside.glob(f"shard-{world.rank + 1:05d}-*.safetensors"))
             for file in files:
                 sync(file)
-            hashes = {file.name: file_hash(file) for file in files}
+            hashes = {file.name: checkpoint.file_hash(file) for file in files}
             (aside / HASHES.format(world.rank)).write_text(json.dumps(hashes))
 
         def publish() -> None:
             hashes: dict[str, str] = {}
             for rank in range(world.size if world.first else 0):
                 part = aside / HASHES.format(rank)
-                hashes |= read_json(part)
+                hashes |= checkpoint.read_json(part)
                 part.unlink()
             if world.first:
                 self.publish(aside, step, state, hashes)
@@ -125,21 +117,22 @@ class ShardedCheckpoints(Checkpoints):
             # Where the disk is full, half a checkpoint must not keep it so.
             shutil.rmtree(aside, ignore_errors=True)
 
-    def newest(self) -> Checkpoint | None:
+    def newest(self) -> checkpoint.Checkpoint | None:
         steps = self.world.from_first(self.steps)
-        return newest_checkpoint(self.folder, self.read, steps, quiet=not self.world.first)
+        quiet = not self.world.first
+        return checkpoint.newest_checkpoint(self.folder, self.read, steps, quiet=quiet)
 
-    def read(self, folder: Path, *, optimizer: bool = True) -> Checkpoint:
+    def read(self, folder: Path, *, optimizer: bool = True) -> checkpoint.Checkpoint:
         """As one process does; the processes share the hashing out."""
         share = slice(self.world.rank, None, self.world.size)
-        own = partial(read_checkpoint, folder, optimizer=optimizer, share=share)
+        own = partial(checkpoint.read_checkpoint, folder, optimizer=optimizer, share=share)
         return self.world.everywhere(own)
 
-    def fill(self, folder: Path, wanted: Tensors) -> None:
+    def fill(self, folder: Path, wanted: checkpoint.Tensors) -> None:
         read_shards(folder, wanted, self.stepped)
 
 
-def read_shards(folder: Path, tensors: Tensors, stepped: Collection[str] = ()) -> None:
+def read_shards(folder: Path, tensors: checkpoint.Tensors, stepped: Collection[str] = ()) -> None:
     """Fill tensors in place from what any number of processes, or one alone, have written.
 
     A `CheckpointError` names a tensor that is missing, or of another shape than the model's.
@@ -164,7 +157,7 @@ def read_shards(folder: Path, tensors: Tensors, stepped: Collection[str] = ()) -
                 tensor.copy_(value)
 
 
-def as_written(tensors: Tensors, stepped: Collection[str]) -> Tensors:
+def as_written(tensors: checkpoint.Tensors, stepped: Collection[str]) -> checkpoint.Tensors:
     """The tensors, moments among them, in the shapes that they have in one process."""
     found = dict(tensors)
     for name, tensor in tensors.items():

@@ -8,18 +8,12 @@ from typing import Any
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.parallel import World
+from deltarule.train import run_folder
 from deltarule.train.checkpoint import seed_everything
 from deltarule.train.job import Job
 from deltarule.train.loop import Trainer
 from deltarule.train.metrics import sinks
 from deltarule.train.progress import for_screen
-from deltarule.train.run_folder import (
-    DataFacts,
-    line_that_resumes,
-    open_run,
-    read_run,
-    write_run,
-)
 
 
 def whole_run(
@@ -33,7 +27,7 @@ def whole_run(
     *,
     world: World,
     began: float,
-    data: DataFacts | None = None,
+    data: run_folder.DataFacts | None = None,
     reserve: Callable[[float], float] | None = None,
 ) -> Path:
     """Train a model on a job, save it, the best where that was kept; return the run's folder.
@@ -43,7 +37,7 @@ def whole_run(
     command began at `began`; `reserve` is that of a `Trainer`.
     """
     with (
-        open_run(run, command, default, world, data) as folder,
+        run_folder.open_run(run, command, default, world, data) as folder,
         sinks(run.watch.log, folder, first=world.first) as also,
     ):
         seed_everything(run.loop.seed)
@@ -65,11 +59,13 @@ def whole_run(
             if taken != trainer.step:
                 print(f"the model is that of step {taken:,}, the best of the short evaluations")
             if complete:
-                write_run(folder, replace(read_run(folder), done=trainer.step))
+                record = run_folder.read_run(folder)
+                run_folder.write_run(folder, replace(record, done=trainer.step))
             finish(trainer)
             print(f"done in {time.monotonic() - began:.0f} s: {folder}")
             if not complete:
-                print(f"it goes on with:\n  {line_that_resumes(folder)} --max-seconds None")
+                line = run_folder.line_that_resumes(folder)
+                print(f"it goes on with:\n  {line} --max-seconds None")
     return folder
 
 

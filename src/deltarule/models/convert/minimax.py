@@ -1,23 +1,14 @@
 """MiniMax-01: Lightning Attention and attention, each layer with experts, in blocks of DeepNorm."""
 
 from deltarule.models.config import ModelConfig
+from deltarule.models.convert import options
 from deltarule.models.convert.hybrid import layers, rope, stream
 from deltarule.models.convert.names import ATTENTION, NORMS, Experts, Names, Rows, Tensors, under
-from deltarule.models.convert.options import (
-    Entry,
-    Family,
-    Fields,
-    Options,
-    fixed,
-    integer,
-    only,
-    silent,
-)
 
 BRANCHES = ("full_attn", "linear_attn", "mlp")
 
 
-def read_heads(fields: Fields, found: Options) -> Options:
+def read_heads(fields: options.Fields, found: options.Options) -> options.Options:
     """Both kinds of layers have the same heads.
 
     The scores of Lightning Attention are not divided by head_dim^1/2 there; a norm follows, so that
@@ -32,7 +23,7 @@ def read_heads(fields: Fields, found: Options) -> Options:
     return {"num_heads": heads, "output_norm_eps": 1e-6 / size, **sizes}
 
 
-def read_factors(fields: Fields, found: Options) -> Options:
+def read_factors(fields: options.Fields, found: options.Options) -> options.Options:
     """What the normed stream is multiplied by, and every branch."""
     alphas, betas = (
         {fields.factor(f"{branch}_{letter}_factor") for branch in BRANCHES}
@@ -46,24 +37,24 @@ def read_factors(fields: Fields, found: Options) -> Options:
     return {"deepnorm_alpha": float(alphas.pop()), "residual_multiplier": float(betas.pop())}
 
 
-def write_factors(config: ModelConfig) -> Options:
+def write_factors(config: ModelConfig) -> options.Options:
     factors = {"alpha": config.deepnorm_alpha or 1.0, "beta": config.residual_multiplier}
     return {f"{x}_{letter}_factor": y for x in BRANCHES for letter, y in factors.items()}
 
 
 OPTIONS = (
-    only({"sliding_window": None}),
+    options.only({"sliding_window": None}),
     # How its own class cuts a sequence, and how it was trained.
-    silent("block_size", "router_jitter_noise"),
+    options.silent("block_size", "router_jitter_noise"),
     *stream(otherwise=1e-5),
-    Entry(read_heads, lambda config: {"head_dim": config.head_k_dim}),
+    options.Entry(read_heads, lambda config: {"head_dim": config.head_k_dim}),
     layers("lightning", lambda fields: lambda i: i % 2 == 0),
-    Entry(read_factors, write_factors),
+    options.Entry(read_factors, write_factors),
     rope(1.0),
-    integer("intermediate_size", "moe_intermediate_size", smallest=1),
-    integer("num_local_experts", "num_experts", 8),
-    integer("num_experts_per_tok", default=2),
-    fixed({"mlp_layer_types": "sparse", "output_norm": "all", "output_gate": True}),
+    options.integer("intermediate_size", "moe_intermediate_size", smallest=1),
+    options.integer("num_local_experts", "num_experts", 8),
+    options.integer("num_experts_per_tok", default=2),
+    options.fixed({"mlp_layer_types": "sparse", "output_norm": "all", "output_gate": True}),
 )
 
 LIGHTNING: Names = {
@@ -72,7 +63,7 @@ LIGHTNING: Names = {
 }  # fmt: skip
 EXPERTS: Names = {"gate": "router", "experts.": Experts(("w1", "w3", "w2"))}
 
-FAMILY = Family(
+FAMILY = options.Family(
     model_type="minimax", architecture="MiniMaxForCausalLM", options=OPTIONS,
     # What follows from the number of heads and the place of a layer.
     derived=("slope_rate", "query_decay", "key_decay", "diagonal_decay"),
