@@ -46,7 +46,7 @@ class Prompts(NamedTuple):
     def read(self, model: "CausalLM") -> tuple[Float[Tensor, "B vocab"], ModelState]:
         """Return the logits after each prompt, and the state."""
         state, (count, columns), lengths = self.state, self.tokens.shape, self.lengths
-        if state is not None and row_count(state) < count:
+        if state is not None and any(len(x) < count for layer in state for x in layer.values()):
             state = state.select(self.tokens.new_zeros(count))
         mask = None if lengths is None else front_mask(lengths, columns)
         x, state = model.hidden(self.tokens, state, mask=mask)
@@ -108,10 +108,6 @@ def most_tokens(parameters: Sequence[Tensor], layers: int) -> int:
     """How many tokens of prompts are short to a model."""
     work = sum(parameter.numel() for parameter in parameters) / layers
     return int(min(WORK / work, TOKENS))
-
-
-def row_count(state: ModelState) -> int:
-    return max((len(tensor) for layer in state for tensor in layer.values()), default=0)
 
 
 def shapes(state: ModelState) -> object:

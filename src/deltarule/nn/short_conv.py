@@ -42,11 +42,6 @@ class ShortConv(nn.Module):
         self.activated = activated
         self.weight = nn.Parameter(torch.empty(channels, size).uniform_(-(size**-0.5), size**-0.5))
 
-    @property
-    def reach(self) -> int:
-        """R = W - 1: the earlier inputs that a token sees."""
-        return self.weight.shape[1] - 1
-
     def init_history(self, sequences: int) -> Tensor:
         """Zeros [N, R, D]: what comes before a sequence's first token."""
         weight = self.weight
