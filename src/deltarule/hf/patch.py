@@ -9,21 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from deltarule.hf import layers, recurrence
 from deltarule.hf.hooks import forget_checkpointing, hook_packing, hook_padding, with_documents
-from deltarule.hf.layers import (
-    causal_conv1d,
-    causal_conv1d_step,
-    forget_gate,
-    gated_delta_layer,
-    lightning_attention,
-)
 from deltarule.hf.norms import NORMS
-from deltarule.hf.recurrence import (
-    gated_delta_rule,
-    mamba2_chunk_scan,
-    mamba2_step,
-    mamba_selective_scan,
-)
 
 Function = Callable[..., Any]
 
@@ -34,29 +22,30 @@ def _no_shortcut(*_args: Any, **_kwargs: Any) -> None:
 
 # What a modeling file of transformers calls, by its name there, and what takes its place.
 RECURRENCES: dict[str, Function] = {
-    "torch_chunk_gated_delta_rule": gated_delta_rule,
-    "torch_recurrent_gated_delta_rule": gated_delta_rule,
-    "chunk_kimi_delta_attention": gated_delta_rule,
-    "recurrent_kimi_delta_attention": gated_delta_rule,
-    "mamba2_chunk_scan": mamba2_chunk_scan,
-    "mamba2_selective_state_update": mamba2_step,
-    "mamba_selective_scan": mamba_selective_scan,
+    "torch_chunk_gated_delta_rule": recurrence.gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": recurrence.gated_delta_rule,
+    "chunk_kimi_delta_attention": recurrence.gated_delta_rule,
+    "recurrent_kimi_delta_attention": recurrence.gated_delta_rule,
+    "mamba2_chunk_scan": recurrence.mamba2_chunk_scan,
+    "mamba2_selective_state_update": recurrence.mamba2_step,
+    "mamba_selective_scan": recurrence.mamba_selective_scan,
 }
 SHORTCUTS = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 CONVOLUTIONS: dict[str, Function] = {
-    "causal_conv1d_fn": causal_conv1d,
-    "causal_conv1d_update": causal_conv1d_step,
+    "causal_conv1d_fn": layers.causal_conv1d,
+    "causal_conv1d_update": layers.causal_conv1d_step,
 }
 # Layers that call no function: class and forward.
-FORWARDS: dict[str, Function] = {"MiniMaxLightningAttention": lightning_attention}
+FORWARDS: dict[str, Function] = {"MiniMaxLightningAttention": layers.lightning_attention}
 # The same, of layers that make gates and call the short convolution, too, and of KDA's gates.
 GATED_LAYERS: dict[str, Function] = dict.fromkeys(
     ("BailingHybridDeltaAttention", "Glm5NextTextLinearAttention", "KimiLinearDeltaAttention",
      "LaraMiniGatedDeltaNet",
      "OlmoHybridGatedDeltaNet", "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet",
-     "Qwen3_5MoeGatedDeltaNet", "Qwen4ExpTextGatedDeltaNet"), gated_delta_layer,
+     "Qwen3_5MoeGatedDeltaNet", "Qwen4ExpTextGatedDeltaNet"), layers.gated_delta_layer,
 ) | dict.fromkeys(
-    ("BailingHybridForgetGate", "Glm5NextTextForgetGate", "KimiLinearForgetGate"), forget_gate
+    ("BailingHybridForgetGate", "Glm5NextTextForgetGate", "KimiLinearForgetGate"),
+    layers.forget_gate,
 )  # fmt: skip
 # What makes the masks of the attention layers between them.
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
