@@ -2,8 +2,7 @@
 
     python -m bench.fused --output FILE
 
-Of each call: milliseconds of the forward and of both passes, and the memory that both take. What is
-off until it is timed is on in "fused"; "chosen" is what calls take as they are.
+What is off until it is timed is on in "fused"; "chosen" is what calls take as they are.
 """
 
 import contextlib
@@ -14,12 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench import results
-from bench.timing import both_passes, eager_ms, extra_mib
+from bench.cases import Operation, Shape, draw
+from bench.sides import Case, run_cases
 from deltarule import delta_rule
 from deltarule.ops.dispatch import forget_calls
-
-REPEATS = 20
 
 
 class Call(NamedTuple):
@@ -38,7 +35,7 @@ class Call(NamedTuple):
 
 
 PACKED = Call(1, 32768)
-CASES = {
+CALLS = {
     "gated 8x4096 16/16": Call(),
     "gated 4x4096 16/64": Call(4, value_heads=64),
     "gated 8x4096 32/32 K=V=64": Call(heads=32, value_heads=32, size=64),
@@ -74,42 +71,26 @@ def variant(name: str) -> Iterator[None]:
         forget_calls()
 
 
-def figures(call: Call, device: str = "cuda") -> Iterator[tuple[str, results.Row]]:
-    """Figures of each variant on the same random arguments, keys of unit length."""
-    batch, tokens, heads, value_heads, size, steps, *_ = call
-    rows = tokens * steps
-    q = torch.randn(batch, tokens, heads, size, device=device).bfloat16()
-    k = torch.nn.functional.normalize(torch.randn(batch, rows, heads, size, device=device), dim=-1)
-    v = torch.randn(batch, rows, value_heads, size, device=device).bfloat16()
-    gates = torch.rand(batch, rows, value_heads, device=device)
-    tensors = {"q": q, "k": k.bfloat16(), "v": v}
-    given: dict[str, Any] = {"n_steps": steps, "normalize_qk": call.norm, "return_state": False}
+def case_of(call: Call, device: str = "cuda") -> Case:
+    """Every variant on the same random arguments, called from Python."""
+    operation = Operation(
+        "delta rule", "head" if call.decay else "none", "tied" if call.erase else "none", (), (),
+        call.steps,
+    )  # fmt: skip
+    inputs = draw(operation, Shape("", *call[:5], call.size), device=device)
+    given: dict[str, Any] = {"n_steps": call.steps, "normalize_qk": call.norm}
     if call.lengths:
         given["cu_seqlens"] = torch.tensor([0, *call.lengths], device=device).cumsum(0).int()
-    if call.decay:
-        tensors["log_decay"] = -0.1 * gates[:, :tokens]
-    if call.erase:
-        tensors["beta"] = gates
-    else:
+    if not call.erase:
         given["beta"] = None
 
     def run(inputs: Mapping[str, Any]) -> Tensor:
-        return delta_rule(**inputs, **given).o
+        return delta_rule(**inputs, **given, return_state=False).o
 
-    weight = torch.randn_like(v[:, :tokens])
-    passes = partial(run, tensors), partial(both_passes, run, tensors, weight)
-    for name in ("triton", "fused", "chosen"):
-        with variant(name):
-            once, twice = (eager_ms([timed], REPEATS) for timed in passes)
-            extra = extra_mib(passes[1])
-        yield name, {"forward_ms": once, "both_ms": twice, "both_extra_mib": extra}
-
-
-def found(_: results.Row) -> Iterator[results.Found]:
-    for title, call in CASES.items():
-        for name, row in figures(call):
-            yield name, {"kind": "fused", "call": title}, row
+    variants = dict.fromkeys(("triton", "fused", "chosen"), run)
+    return Case(inputs, variants, captured=False, within=variant)
 
 
 if __name__ == "__main__":
-    results.run_program("bench.fused", __doc__, found)
+    cases = {title: partial(case_of, call) for title, call in CALLS.items()}
+    run_cases("bench.fused", __doc__, "fused", cases)

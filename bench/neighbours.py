@@ -2,24 +2,21 @@
 
 Convolution, norms, SwiGLU, gates and the loss of the head at 8x4096 tokens and 2048 channels in
 bfloat16, memories that are trained and packed attention at 8x2048: ours, plain PyTorch, and FLA's,
-causal-conv1d's and Liger-Kernel's where installed. The floor is the time of the bytes that must
-move at the bandwidth of a large copy measured in the same run; for the head it is that of three
-matrix products at the measured rate, for a memory and for attention the sum of both.
+causal-conv1d's and Liger-Kernel's where installed.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import results
-from bench.timing import both_passes, copy_bandwidth, graph_ms, matrix_rate
-from bench.worker import reason
+from bench.sides import Case, run_cases
+from bench.timing import Operator
 from deltarule.models import linear_next_token_loss
 from deltarule.nn import norm, short_conv
 from deltarule.nn.layout import make_layout
@@ -32,69 +29,28 @@ from deltarule.shapes import TitansState, TTTState
 
 BATCH, TOKENS, CHANNELS, HEADS, TAPS = 8, 4096, 2048, 16, 4
 VOCABULARY = 32000
-REPEATS = 20
 DEVICE = "cuda"
 
 Tensors = Mapping[str, Tensor]
-Run = Callable[[Tensors], Tensor]
 # A module, and what is called of it.
 Peer = tuple[str, Callable[[Any, Tensors], Tensor]]
 
 
-class Case(NamedTuple):
-    """One map: its inputs, whoever computes it, and what the two passes must move or multiply."""
-
-    inputs: Tensors
-    ours: Run
-    plain: Run
-    forward_bytes: int = 0
-    backward_bytes: int = 0
-    products: int = 0
-    peers: Mapping[str, Peer] = {}
-
-    @property
-    def sides(self) -> dict[str, Run]:
-        """Ours, PyTorch's operations, and the peers that are installed."""
-        found = {"deltarule": self.ours, "PyTorch": self.plain}
-        for name, (module, run) in self.peers.items():
-            if find_spec(module.partition(".")[0]) is not None:
-                found[name] = partial(run, importlib.import_module(module))
-        return found
-
-
-def found(report: results.Row) -> Iterator[results.Found]:
-    bandwidth, rate = copy_bandwidth(), matrix_rate()
-    report["ceilings"] = {"copy_TB_s": bandwidth / 1e12, "matrix_TFLOP_s": rate / 1e12}
-    for name, make in CASES.items():
-        yield from figures(name, make(), bandwidth, rate)
-
-
-def figures(name: str, case: Case, bandwidth: float, rate: float) -> Iterator[results.Found]:
-    """Milliseconds where no backward follows, and of both passes, gradients by every input."""
-    # Forward and backward take one and two of the head's three products.
-    both = case.forward_bytes + case.backward_bytes
-    floors = {
-        "forward": case.forward_bytes / bandwidth + case.products / 3 / rate,
-        "forward+backward": both / bandwidth + case.products / rate,
-    }
-
-    def forward(run: Run) -> Tensor:
-        with torch.no_grad():
-            return run(case.inputs)
-
-    for passed, floor in floors.items():
-        for side, run in case.sides.items():
-            try:
-                call: Callable[[], object] = partial(forward, run)
-                if passed != "forward":
-                    weight = torch.randn_like(forward(run))
-                    call = partial(both_passes, run, case.inputs, weight)
-                row: results.Row = {"ms": graph_ms([call], REPEATS), "floor_ms": 1e3 * floor}
-            # A peer that fails is a figure too.
-            except Exception as error:
-                row = {"error": reason(error)}
-            yield side, {"kind": "neighbour", "case": name, "pass": passed}, row
-    torch.cuda.empty_cache()
+def beside(
+    inputs: Tensors,
+    ours: Operator,
+    plain: Operator,
+    peers: Mapping[str, Peer] | None = None,
+    *,
+    operations: int = 0,
+    more_bytes: tuple[int, int] = (0, 0),
+) -> Case:
+    """Ours, PyTorch's operations, and the peers that are installed."""
+    sides = {"deltarule": ours, "PyTorch": plain}
+    for name, (module, run) in (peers or {}).items():
+        if find_spec(module.partition(".")[0]) is not None:
+            sides[name] = partial(run, importlib.import_module(module))
+    return Case(inputs, sides, operations, more_bytes)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -107,30 +63,30 @@ def convolution(packed: bool = False, step: bool = False) -> Case:
     inputs = {"x": random(*size, CHANNELS), "weight": random(CHANNELS, TAPS, dtype=torch.float32)}
     offsets = torch.arange(BATCH + 1, device=DEVICE) * TOKENS if packed else None
     layout = make_layout(inputs["x"], offsets, None)
-    moved, peers = inputs["x"].nbytes, dict[str, Peer]()
+    zeros = inputs["x"].new_zeros(BATCH, TAPS - 1, CHANNELS)
+    history, peers = 0, dict[str, Peer]()
     if step:
         inputs["history"] = random(256, TAPS - 1, CHANNELS)
-        forward_bytes = backward_bytes = 2 * (moved + inputs["history"].nbytes)
+        history = inputs["history"].nbytes
     else:
-        forward_bytes, backward_bytes = 2 * moved, 3 * moved
         peers["FLA"] = (
             "fla.modules.convolution",
             lambda fla, x: fla.causal_conv1d(
                 x["x"], x["weight"], activation="silu", cu_seqlens=offsets
             )[0],
         )
-        if not packed:
-            peers["causal-conv1d"] = (
-                "causal_conv1d",
-                lambda peer, x: peer.causal_conv1d_fn(x["x"].mT, x["weight"], activation="silu").mT,
-            )
-    zeros = inputs["x"].new_zeros(BATCH, TAPS - 1, CHANNELS)
+    if not step and not packed:
+        peers["causal-conv1d"] = (
+            "causal_conv1d",
+            lambda peer, x: peer.causal_conv1d_fn(x["x"].mT, x["weight"], activation="silu").mT,
+        )
 
     def call(function: Callable[..., Any], x: Tensors) -> Tensor:
         return function(x["x"], x["weight"], x.get("history", zeros), layout, True)[0]
 
-    sides = partial(call, short_conv.fused_convolution), partial(call, short_conv.plain_convolution)
-    return Case(inputs, *sides, forward_bytes, backward_bytes, peers=peers)
+    ours, plain = short_conv.fused_convolution, short_conv.plain_convolution
+    # The history is written, too.
+    return beside(inputs, partial(call, ours), partial(call, plain), peers, more_bytes=(history, 0))
 
 
 def gated_norm() -> Case:
@@ -138,7 +94,6 @@ def gated_norm() -> Case:
     shape = (BATCH, TOKENS, HEADS, CHANNELS // HEADS)
     weight = random(shape[-1], dtype=torch.float32)
     inputs = {"x": random(*shape), "gate": random(*shape), "weight": weight}
-    moved = inputs["x"].nbytes
 
     def call(function: Callable[..., Tensor], x: Tensors) -> Tensor:
         return function(x["x"], x["gate"], x["weight"], 1e-5, "silu", False)
@@ -149,19 +104,20 @@ def gated_norm() -> Case:
             x["x"], x["gate"], x["weight"], None, activation="silu", eps=1e-5
         ),
     )
-    sides = partial(call, norm_op.gated_norm), partial(call, norm.plain_gated_norm)
-    return Case(inputs, *sides, 3 * moved, 5 * moved, peers={"FLA": fla})
+    ours, plain = partial(call, norm_op.gated_norm), partial(call, norm.plain_gated_norm)
+    return beside(inputs, ours, plain, {"FLA": fla})
 
 
 def residual_norm() -> Case:
-    """The RMS norm of the stream with a branch added; the sum is written too, as others read it."""
+    """The RMS norm of the stream with a branch added."""
     x, y = random(2, BATCH, TOKENS, CHANNELS).unbind()
-    return Case(
+    return beside(
         {"x": x, "y": y, "weight": random(CHANNELS)},
         lambda x: norm_op.residual_norm(x["x"], x["y"], x["weight"], 1e-5)[1],
         lambda x: norm.plain_residual_norm(**x, eps=1e-5)[1],
-        4 * x.nbytes,
-        3 * x.nbytes,
+        # The sum is written, too, as others read it, and is what the backward pass reads; both
+        # branches have one gradient.
+        more_bytes=(x.nbytes, -2 * x.nbytes),
     )
 
 
@@ -169,36 +125,29 @@ def swiglu() -> Case:
     """SiLU of one projection times the other, each 11/4 of the channels wide."""
     gate, up = random(2, BATCH, TOKENS, CHANNELS * 11 // 4).unbind()
     fla: Peer = "fla.modules.activations", lambda fla, x: fla.swiglu(x["gate"], x["up"])
-    return Case(
+    return beside(
         {"gate": gate, "up": up},
         lambda x: swiglu_op.swiglu(x["gate"], x["up"]),
         lambda x: F.silu(x["gate"]) * x["up"],
-        3 * gate.nbytes,
-        5 * gate.nbytes,
-        peers={"FLA": fla},
+        {"FLA": fla},
     )
 
 
 def decay(*sizes: int) -> Case:
     """The decay of KDA, or of Gated DeltaNet and Mamba-2."""
     logits, A_log = random(BATCH, TOKENS, *sizes), random(HEADS, dtype=torch.float32)
-    return Case(
+    return beside(
         {"logits": logits, "A_log": A_log, "dt_bias": random(*sizes, dtype=torch.float32)},
         lambda x: gates_op.log_decay(x["logits"], x["A_log"], x["dt_bias"], False)[0],
         lambda x: gate_logits.step_and_log_decay(**x)[1],
-        (2 + 4) * logits.numel(),
-        (2 + 4 + 2) * logits.numel(),
     )
 
 
 def write_strength() -> Case:
-    logits = random(BATCH, TOKENS, HEADS)
-    return Case(
-        {"logits": logits},
+    return beside(
+        {"logits": random(BATCH, TOKENS, HEADS)},
         lambda x: gates_op.write_strength(x["logits"], 1.0),
         lambda x: gate_logits.write_strength(x["logits"], 1.0),
-        (2 + 4) * logits.numel(),
-        (2 + 4 + 2) * logits.numel(),
     )
 
 
@@ -216,12 +165,12 @@ def head_loss() -> Case:
             lambda m, x: m.fused_linear_cross_entropy_loss(x["x"], targets, x["weight"]),
         ),
     }
-    return Case(
+    return beside(
         {"x": random(rows, CHANNELS), "weight": random(VOCABULARY, CHANNELS) * 0.02},
         lambda x: linear_next_token_loss(x["x"], x["weight"], targets),
         lambda x: F.cross_entropy(F.linear(x["x"], x["weight"]).float(), targets),
-        products=6 * rows * VOCABULARY * CHANNELS,
-        peers=peers,
+        peers,
+        operations=6 * rows * VOCABULARY * CHANNELS,
     )
 
 
@@ -246,21 +195,18 @@ def memory(operator: str, channels: int, inner: int) -> Case:
         given |= {"initial_state": TitansState.start(maps, BATCH)}
     # A token goes through the maps twice, back through one of them, and writes to each; the
     # backward takes twice that.
-    products = 21 * sum(x[0].numel() for x in maps) * BATCH * (TOKENS // 2) * HEADS
-    return Case(
+    operations = 21 * sum(x[0].numel() for x in maps) * BATCH * (TOKENS // 2) * HEADS
+    return beside(
         inputs,
         lambda x: table["triton"].run({**x, **given}).o,
         lambda x: table["torch"].run({**x, **given}).o,
-        4 * inputs["q"].nbytes,
-        7 * inputs["q"].nbytes,
-        products,
+        operations=operations,
     )
 
 
 def packed_attention(channels: int) -> Case:
     """Half the tokens as eight documents, and all of them with one mask of T x T."""
     tokens, device = BATCH * (TOKENS // 2), torch.device(DEVICE)
-    inputs = {name: random(1, tokens, HEADS, channels) for name in "qkv"}
     document = torch.arange(tokens, device=device) // (TOKENS // 2)
     offsets = torch.arange(BATCH + 1, device=device) * (TOKENS // 2)
     sight = Sight(tokens, tokens, device, sequence=document, cu_seqlens=offsets)
@@ -270,14 +216,12 @@ def packed_attention(channels: int) -> Case:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, visible).transpose(1, 2)
 
-    return Case(
-        inputs,
+    return beside(
+        {name: random(1, tokens, HEADS, channels) for name in "qkv"},
         lambda x: attend_by_sight(attend, x["q"], x["k"], x["v"], sight),
         lambda x: attend(x["q"], x["k"], x["v"], mask),
-        4 * inputs["q"].nbytes,
-        7 * inputs["q"].nbytes,
         # Half of the pairs, in two products forward and four of the five back.
-        6 * channels * HEADS * BATCH * (TOKENS // 2) ** 2,
+        operations=6 * channels * HEADS * BATCH * (TOKENS // 2) ** 2,
     )
 
 
@@ -300,4 +244,4 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 if __name__ == "__main__":
-    results.run_program("bench.neighbours", __doc__, found)
+    run_cases("bench.neighbours", __doc__, "neighbour", CASES)

@@ -29,7 +29,7 @@ FORWARD, BOTH = "forward", "forward_backward"
 PASSES = {FORWARD: "forward", BOTH: "forward + backward"}
 PACKAGES = [
     "triton", "flash-linear-attention", "flash-qla", "tilelang", "flashinfer-python",
-    "nvidia-cutlass-dsl", "transformers", "torchao",
+    "nvidia-cutlass-dsl", "transformers", "torchao", "xlstm",
 ]  # fmt: skip
 
 

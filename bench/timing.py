@@ -51,11 +51,6 @@ def eager_ms(runs: Sequence[Run], repeats: int) -> float:
     return statistics.median(event_times(runs, repeats))
 
 
-def warm_ms(run: Run, repeats: int, warm_up: int) -> float:
-    """Median milliseconds of a call on the GPU's clock, without those that warm up."""
-    return statistics.median(event_times([run], repeats + warm_up)[warm_up:])
-
-
 def event_times(runs: Sequence[Run], repeats: int) -> list[float]:
     """Milliseconds of each call on the GPU's clock, waiting for nothing in between."""
     turns = list(itertools.islice(itertools.cycle(runs), max(repeats, len(runs))))
@@ -150,8 +145,9 @@ def interleaved_seconds(runs: Mapping[str, Run], repeats: int) -> dict[str, list
 def both_passes(
     operator: Operator, inputs: Mapping[str, Tensor], grad: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output, and the gradient of sum(output * grad) for every input."""
+    """The output, and the gradient of sum(output * grad) for every input that it depends on."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    output = operator(leaves)
-    gradients = torch.autograd.grad(output, list(leaves.values()), grad.to(output.dtype))
-    return output.detach(), dict(zip(leaves, gradients, strict=True))
+    output, given = operator(leaves), list(leaves.values())
+    found = torch.autograd.grad(output, given, grad.to(output.dtype), allow_unused=True)
+    gradients = zip(leaves, found, strict=True)
+    return output.detach(), {name: x for name, x in gradients if x is not None}

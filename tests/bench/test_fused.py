@@ -1,9 +1,11 @@
 """The comparisons of fused kernels, and of sLSTM with its authors' kernel, without a GPU."""
 
+import itertools
+
 import pytest
 import torch
 
-from bench import fused, scans
+from bench import fused, scans, sides
 from promised import promised
 
 promised("triton")
@@ -27,18 +29,20 @@ def test_a_variant_is_turned_on_and_off_again():
     assert timed == stage.STEPS_TIMED
 
 
-@pytest.mark.parametrize("name", fused.CASES)
+@pytest.mark.parametrize("name", fused.CALLS)
 def test_every_call_runs(name, monkeypatch):
-    monkeypatch.setattr(fused, "REPEATS", 1)
-    case = fused.CASES[name]
-    lengths = (3, 4) if case.lengths else ()
-    small = case._replace(batch=1, tokens=7, heads=1, value_heads=2, size=8, lengths=lengths)
-    assert [variant for variant, _ in fused.figures(small, "cpu")] == ["triton", "fused", "chosen"]
+    monkeypatch.setattr(sides, "REPEATS", 1)
+    call = fused.CALLS[name]
+    lengths = (3, 4) if call.lengths else ()
+    small = call._replace(batch=1, tokens=7, heads=1, value_heads=2, size=8, lengths=lengths)
+    rows = list(sides.figures(fused.case_of(small, "cpu"), 1e12, 1e14))
+    assert [side for side, *_ in rows] == ["triton", "triton", "fused", "fused", "chosen", "chosen"]
+    assert all(row["apart"] == 0 for *_, row in rows)
 
 
 def test_weights_lie_as_the_authors_have_them():
     gates, recurrent = torch.randn(1, 3, 4, 2, 5), torch.randn(2, 5, 4, 5)
-    o, before = scans.ours(gates, recurrent), torch.zeros(1, 1, 4, 2, 5)
+    o, before = scans.ours(recurrent, {"gates": gates}), torch.zeros(1, 1, 4, 2, 5)
     first = slstm(gates[:, :1].transpose(2, 3), torch.zeros(2, 4, 5, 5)).o
     # From the output of a head to each of its gates.
     before[:, 0] = torch.einsum("bhc,hcgd->bghd", first[:, 0], recurrent)
@@ -63,10 +67,11 @@ def test_each_side_is_what_it_says(monkeypatch):
     runs = api.IMPLEMENTATIONS["triton"]._replace(why_not=lambda inputs: None)
     monkeypatch.setitem(api.IMPLEMENTATIONS, "triton", runs)
     monkeypatch.setattr(scans, "find_spec", lambda name: None)
-    monkeypatch.setattr(scans, "REPEATS", 1)
-    sides = dict(scans.slstm_figures(16, (1, 3)))
-    assert list(sides) == ["deltarule, a program a head", "deltarule", "PyTorch"]
-    assert all(row["both_ms"] > 0 for row in sides.values())
-    # The first call is the definition's, in float64, by what "auto" takes.
-    in_turn = list(dict.fromkeys(ran[1:]))
-    assert in_turn == [("triton", False), ("triton", True), ("torch", True)]
+    monkeypatch.setattr(sides, "REPEATS", 1)
+    case = scans.slstm_case(16, (1, 3))
+    assert list(case.sides) == ["float64", "deltarule, a program a head", "deltarule", "PyTorch"]
+    rows = list(sides.figures(case, 1e12, 1e14))
+    assert all(row["ms"] > 0 and row["apart"] < 0.02 for *_, row in rows)
+    # The first calls are in float64, by what "auto" takes.
+    in_turn = [one for one, _ in itertools.groupby(ran)]
+    assert in_turn[-3:] == [("triton", False), ("triton", True), ("torch", True)]

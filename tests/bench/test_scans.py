@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import scans
+from bench import scans, sides
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ROOT / "docs/notes/2026-11-23-memories.md"
@@ -14,11 +14,10 @@ PATCHED = ROOT / "docs/transformers/patch.md"
 
 @pytest.mark.parametrize("name", scans.LAYERS)
 def test_every_layer_gives_the_operator_its_inputs(name: str, monkeypatch) -> None:
-    monkeypatch.setattr(scans, "REPEATS", 1)
-    (_, kernels), (_, plain) = scans.figures(name, "cpu", (1, 20, 64))
-    assert "CUDA" in kernels["error"]
-    assert plain["apart"] == 0
-    assert plain["both_ms"] > 0
+    monkeypatch.setattr(sides, "REPEATS", 1)
+    rows = list(sides.figures(scans.scan_case(name, "cpu", (1, 20, 64)), 1e12, 1e14))
+    assert all("CUDA" in row["error"] for side, _, row in rows if side == "deltarule")
+    assert all(row["ms"] > 0 for side, _, row in rows if side == "PyTorch")
 
 
 def table_rows(page: Path) -> list[list[str]]:

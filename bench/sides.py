@@ -1,0 +1,112 @@
+"""Sides of one map on the same inputs: milliseconds of a pass, memory, and how far they are apart.
+
+floor = bytes / bandwidth + operations / matrix rate
+
+Both rates are measured in the same run. The forward pass reads every input once and writes the
+output; the backward pass reads inputs and the gradient of the output, and writes a gradient for
+each input.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench import timing
+from bench.results import Found, Row, run_program
+from bench.worker import reason
+
+REPEATS = 20
+# Longer calls are run once more only: PyTorch takes half a second for some.
+LONG_MS = 300
+
+
+class Case(NamedTuple):
+    """One map: its inputs, whoever computes it, and what it takes beyond the bytes of both.
+
+    operations: Of both passes, a third of them forward.
+    more_bytes: Of the forward pass and of the backward pass, beside those of the rule.
+    captured: Whether calls are timed in a CUDA graph; else as they are launched from Python.
+    within: What holds while a side, by its name, is at work.
+    """
+
+    inputs: Mapping[str, Tensor]
+    sides: Mapping[str, timing.Operator]
+    operations: int = 0
+    more_bytes: tuple[int, int] = (0, 0)
+    backward: bool = True
+    captured: bool = True
+    within: Callable[[str], AbstractContextManager[object]] = nullcontext
+
+    def milliseconds(self, run: timing.Run) -> float:
+        if self.captured:
+            return timing.graph_ms([run], REPEATS)
+        once = min(timing.event_times([run], 2))
+        return once if once > LONG_MS else timing.eager_ms([run], REPEATS)
+
+    def floor_ms(self, o: Tensor, both: bool, bandwidth: float, rate: float) -> float:
+        read, (more, more_back) = sum(x.nbytes for x in self.inputs.values()), self.more_bytes
+        moved = read + o.nbytes + more + both * (2 * read + o.nbytes + more_back)
+        return 1e3 * (moved / bandwidth + self.operations / (1 if both else 3) / rate)
+
+
+def run_cases(
+    program: str, about: str | None, kind: str, cases: Mapping[str, Callable[[], Case]]
+) -> None:
+    """Run a program of this folder: every case, made when its turn comes."""
+
+    def found(report: Row) -> Iterator[Found]:
+        rates = timing.copy_bandwidth(), timing.matrix_rate()
+        report["ceilings"] = {"copy_TB_s": rates[0] / 1e12, "matrix_TFLOP_s": rates[1] / 1e12}
+        for name, make in cases.items():
+            for side, passed, row in figures(make(), *rates):
+                yield side, {"kind": kind, "case": name, "pass": passed}, row
+            torch.cuda.empty_cache()
+
+    run_program(program, about, found)
+
+
+def figures(case: Case, bandwidth: float, rate: float) -> Iterator[tuple[str, str, Row]]:
+    """Each side and pass: forward where no backward follows, and both, gradients by every input.
+
+    `apart` is the largest relative difference of an output or gradient from the first side's.
+    """
+    first: dict[bool, list[Tensor]] = {}
+    for side, run in case.sides.items():
+        for both in (False, True)[: 1 + case.backward]:
+            try:
+                with case.within(side):
+                    (o,) = outputs(run, case.inputs, None)
+                    torch.manual_seed(0)
+                    weight = torch.randn(o.shape, device=o.device).to(o.dtype) if both else None
+                    call = partial(outputs, run, case.inputs, weight)
+                    found = call()
+                    pairs = zip(found, first.setdefault(both, found), strict=True)
+                    row: Row = {
+                        "ms": case.milliseconds(call), "extra_MiB": timing.extra_mib(call),
+                        "floor_ms": case.floor_ms(o, both, bandwidth, rate),
+                        "apart": max(apart(x, y) for x, y in pairs),
+                    }  # fmt: skip
+            # A peer that fails is a figure too.
+            except Exception as error:
+                row = {"error": reason(error)}
+            yield side, "forward+backward" if both else "forward", row
+
+
+def outputs(
+    run: timing.Operator, inputs: Mapping[str, Tensor], weight: Tensor | None
+) -> list[Tensor]:
+    """o, and if there is a weight the gradients of sum(o * weight) by all inputs."""
+    if weight is None:
+        with torch.no_grad():
+            return [run(inputs)]
+    o, gradients = timing.both_passes(run, inputs, weight)
+    return [o, *gradients.values()]
+
+
+def apart(x: Tensor, y: Tensor) -> float:
+    """The norm of x - y relative to that of y, on their device."""
+    return ((x.float() - y.float()).norm() / y.float().norm()).item()
