@@ -11,7 +11,9 @@ products count whole, and the inverse inside a chunk, a hundredth of the rest, n
 
 from typing import NamedTuple
 
-from bench.cases import OPERATIONS, Operation, Shape
+from torch._subclasses import FakeTensorMode
+
+from bench.cases import OPERATIONS, Operation, Shape, draw
 
 # Measured on an H200: a large copy, bytes read and written; a large bfloat16 matrix product.
 BYTES_PER_SECOND = 4.25e12
@@ -92,8 +94,8 @@ def count(operation: Operation, shape: Shape, *, backward: bool) -> Count:
     rows = shape.batch * shape.tokens * shape.value_heads
     inputs, output = input_bytes(operation, shape), HALF * rows * shape.value_size
     state = shape.batch * shape.value_heads * shape.value_size * shape.key_size
-    # Inputs read, o and the final state written; a decoding step reads its state too.
-    moved = inputs + output + (0 if softmax else 2 if decode else 1) * SINGLE * state
+    # Inputs read, of a decoding step its state too; o and the final state written.
+    moved = inputs + output + (0 if softmax else SINGLE * state)
     if decode:
         return Count(moved, 2 * 3 * state)
     products = attention_products if softmax else chunk_products
@@ -107,18 +109,8 @@ def count(operation: Operation, shape: Shape, *, backward: bool) -> Count:
 
 
 def input_bytes(operation: Operation, shape: Shape) -> int:
-    tokens = shape.batch * shape.tokens
-    rows = tokens * operation.n_steps
-    total = HALF * shape.key_size * shape.heads * (tokens + rows)
-    total += HALF * rows * shape.value_heads * shape.value_size
-    if operation.erase == "tied":
-        total += SINGLE * rows * shape.value_heads
-    if operation.erase == "free":
-        total += 2 * HALF * tokens * shape.value_heads * shape.key_size
-    if operation.decay != "none":
-        channels = shape.key_size if operation.decay == "channel" else 1
-        total += SINGLE * tokens * shape.value_heads * channels
-    return total
+    with FakeTensorMode():
+        return sum(x.nbytes for x in draw(operation, shape, device="cpu").values())
 
 
 def chunk_products(operation: Operation, shape: Shape, *, backward: bool) -> int:

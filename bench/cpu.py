@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench import results
-from bench.markdown import markdown
+from bench.markdown import markdown_table
 from bench.timing import Operator, both_passes, interleaved_seconds
 from deltarule.doctor.bars import relative_rms
 from deltarule.ops import delta_rule
@@ -199,4 +199,5 @@ def table(report: Mapping[str, Any]) -> str:
         f"transformers {versions['transformers']}"
     )
     heads = ["operator", "side", "median s", "middle half", "saved MiB", "KiB/token-head"]
-    return "\n".join([about, "", *markdown([*heads, "error o", "worst grad"], rows), "", *verdicts])
+    whole = markdown_table([*heads, "error o", "worst grad"], rows)
+    return "\n".join([about, "", whole, "", *verdicts])

@@ -91,6 +91,7 @@ def case_of(call: Call, device: str = "cuda") -> Case:
     return Case(inputs, variants, captured=False, within=variant)
 
 
+CASES = {title: partial(case_of, call) for title, call in CALLS.items()}
+
 if __name__ == "__main__":
-    cases = {title: partial(case_of, call) for title, call in CALLS.items()}
-    run_cases("bench.fused", __doc__, "fused", cases)
+    run_cases("bench.fused", __doc__, "fused", CASES)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.adapters import OURS
 from bench.cases import LONG, NARROW, OPERATIONS, TRAIN, WIDE, Shape
-from bench.markdown import Marks, markdown, write_between
+from bench.markdown import markdown_table, write_between
 from bench.results import PASSES, load
 from bench.table import NOTHING, OTHERS, number
 from deltarule.train.extra import require
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-MARKS = Marks("<!-- figures: written by a script, do not edit -->", "<!-- end of figures -->")
 # Columns and bars beside ours, with their heads.
 PEERS = {"fla": "FLA", "flash_qla": "FlashQLA", "flashinfer": "FlashInfer"}
 COLOURS = {"deltarule": DARK, "fla": LIGHT, "flash_qla": MIDDLE, "flashinfer": "#e3b291"}
@@ -99,7 +98,7 @@ def graph_ms(row: Row, passed: str) -> float | None:
     return row.get(passed, {}).get("graph_ms")
 
 
-def operator_table(found: Iterable[Timing]) -> list[str]:
+def operator_table(found: Iterable[Timing]) -> str:
     """Milliseconds of every pass; a peer's with how many times ours they are."""
     heads = ["operator, batch x tokens, heads, size", "pass", "floor", "deltarule"]
     lines = []
@@ -107,7 +106,7 @@ def operator_table(found: Iterable[Timing]) -> list[str]:
         what = f"{OPERATIONS[one.operation].title}, {one.shape.label}"
         ours = [number(one.floor_ms), f"**{number(one.ours_ms)}**"]
         lines.append([what, PASSES[one.passed], *ours, *(told(one.peers.get(x)) for x in PEERS)])
-    return markdown([*heads, *PEERS.values()], lines)
+    return markdown_table([*heads, *PEERS.values()], lines)
 
 
 def told(time: tuple[float, float | None] | None) -> str:
@@ -133,8 +132,8 @@ def other_tables(reports: Sequence[Row]) -> list[str]:
             cases = list(dict.fromkeys(key[:-1] for key in rows))
             rows = dict(sorted(rows.items(), key=lambda item: cases.index(item[0][:-1])))
             if cells := [line_of(row) for row in rows.values() if "error" not in row]:
-                lines += ["", f"{title[0].upper()}{title[1:]}, {device}:"]
-                lines += ["", *markdown(heads, cells)]
+                head = f"{title[0].upper()}{title[1:]}, {device}:"
+                lines += ["", head, "", markdown_table(heads, cells)]
     return lines
 
 
@@ -146,12 +145,12 @@ def write_page(reports: Sequence[Row], page: Path, picture: Path) -> None:
     link = picture.resolve().relative_to(page.resolve().parent)
     lines = [f"![Milliseconds of the operators and of other packages]({link.as_posix()})"]
     for name, passes in found.items():
-        lines += ["", f"Milliseconds, {name}:", "", *operator_table(passes)]
+        lines += ["", f"Milliseconds, {name}:", "", operator_table(passes)]
     lines += [*other_tables(reports), "", "Runs:", ""]
     for report in by_date(reports):
         versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
         lines.append(f"- {report['date']}, {report['device']}; {versions}: `{report['command']}`")
-    write_between(page, MARKS, lines)
+    write_between(page, "figures", lines)
 
 
 def draw_figure(timings: Sequence[Timing], path: Path, device: str) -> None:

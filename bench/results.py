@@ -1,13 +1,11 @@
 """What a benchmark leaves: one JSON file of rows, each with what it was measured on."""
 
-import argparse
 import hashlib
 import importlib.metadata
 import json
 import platform
 import shlex
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -72,21 +70,6 @@ def brief(value: object) -> str:
     if isinstance(value, list) and value and isinstance(value[0], str):
         return value[0]
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def run_program(program: str, about: str | None, found: Callable[[Row], Iterable[Found]]) -> Row:
-    """Run a program of this folder that needs a GPU; `--output` is the file for its report.
-
-    `found` gives each figure, and may add facts about the run to the report. The first line of
-    `about` is what the program says of itself.
-    """
-    parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=None, help="file for the raw figures")
-    output = parser.parse_args().output
-    if not torch.cuda.is_available():
-        raise ValueError(f"{program} needs a CUDA device, and PyTorch sees none")
-    report = new_report(sys.argv[1:], f"python -m {program}")
-    return file_each(report, found(report), output)
 
 
 def versions() -> dict[str, str]:

@@ -7,16 +7,18 @@ output; the backward pass reads inputs and the gradient of the output, and write
 each input.
 """
 
+import argparse
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench import timing
-from bench.results import Found, Row, run_program
+from bench import results, timing
 from bench.worker import reason
 
 REPEATS = 20
@@ -56,25 +58,35 @@ class Case(NamedTuple):
 def run_cases(
     program: str, about: str | None, kind: str, cases: Mapping[str, Callable[[], Case]]
 ) -> None:
-    """Run a program of this folder: every case, made when its turn comes."""
+    """Run a program of this folder that needs a GPU: each case is made when its turn comes.
 
-    def found(report: Row) -> Iterator[Found]:
-        rates = timing.copy_bandwidth(), timing.matrix_rate()
-        report["ceilings"] = {"copy_TB_s": rates[0] / 1e12, "matrix_TFLOP_s": rates[1] / 1e12}
+    `--output` is the file for its report; the first line of `about` is what it says of itself.
+    """
+    parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=None, help="file for the raw figures")
+    output = parser.parse_args().output
+    if not torch.cuda.is_available():
+        raise ValueError(f"{program} needs a CUDA device, and PyTorch sees none")
+    report = results.new_report(sys.argv[1:], f"python -m {program}")
+    rates = timing.copy_bandwidth(), timing.matrix_rate()
+    report["ceilings"] = {"copy_TB_s": rates[0] / 1e12, "matrix_TFLOP_s": rates[1] / 1e12}
+
+    def found() -> Iterator[results.Found]:
         for name, make in cases.items():
             for side, passed, row in figures(make(), *rates):
                 yield side, {"kind": kind, "case": name, "pass": passed}, row
             torch.cuda.empty_cache()
 
-    run_program(program, about, found)
+    results.file_each(report, found(), output)
 
 
-def figures(case: Case, bandwidth: float, rate: float) -> Iterator[tuple[str, str, Row]]:
+def figures(case: Case, bandwidth: float, rate: float) -> Iterator[tuple[str, str, results.Row]]:
     """Each side and pass: forward where no backward follows, and both, gradients by every input.
 
-    `apart` is the largest relative difference of an output or gradient from the first side's.
+    `apart`, of both, is the largest relative difference of an output or gradient from the first
+    side's.
     """
-    first: dict[bool, list[Tensor]] = {}
+    first: list[Tensor] = []
     for side, run in case.sides.items():
         for both in (False, True)[: 1 + case.backward]:
             try:
@@ -84,12 +96,12 @@ def figures(case: Case, bandwidth: float, rate: float) -> Iterator[tuple[str, st
                     weight = torch.randn(o.shape, device=o.device).to(o.dtype) if both else None
                     call = partial(outputs, run, case.inputs, weight)
                     found = call()
-                    pairs = zip(found, first.setdefault(both, found), strict=True)
-                    row: Row = {
-                        "ms": case.milliseconds(call), "extra_MiB": timing.extra_mib(call),
-                        "floor_ms": case.floor_ms(o, both, bandwidth, rate),
-                        "apart": max(apart(x, y) for x, y in pairs),
-                    }  # fmt: skip
+                    floor = case.floor_ms(o, both, bandwidth, rate)
+                    row: results.Row = {"ms": case.milliseconds(call), "floor_ms": floor}
+                    row["extra_MiB"] = timing.extra_mib(call)
+                    if both:
+                        first = first or found
+                        row["apart"] = max(map(apart, found, first))
             # A peer that fails is a figure too.
             except Exception as error:
                 row = {"error": reason(error)}

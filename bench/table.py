@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.cases import OPERATIONS, Shape
-from bench.markdown import markdown
+from bench.markdown import markdown_table
 from bench.results import PASSES
 
 Row = dict[str, Any]
@@ -33,7 +33,7 @@ class Table(NamedTuple):
 
 def show(report: Row) -> None:
     for title, heads, lines, notes in report_tables(report):
-        print("\n".join(["", f"{title}:", "", *markdown(heads, lines), *notes]))
+        print("\n".join(["", f"{title}:", "", markdown_table(heads, lines), *notes]))
 
 
 def report_tables(report: Row) -> Iterator[Table]:

@@ -59,8 +59,6 @@ MOST_TICKS = 9
 MOST_NUMBERS = 6
 # About so many points of a curve are marked.
 MOST_MARKS = 16
-# The share of the room between two named places that points take up.
-BESIDE = 0.6
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class Panel:
     title: str = ""
     ticks: Sequence[str] = ()
     """Where the horizontal axis is no number: names of its places 0, 1, 2 and so on. Points are
-    not joined, and those of one place stand beside each other."""
+    not joined."""
     log_x: bool = False
     """To base 2."""
     log_y: bool = False
@@ -162,10 +160,8 @@ def draw_panel(axes: "Axes", panel: Panel, looks: dict[str, Look]) -> None:
         axes.set_xscale("log", base=2)
     if panel.log_y:
         axes.set_yscale("log")
-    shifts = shifts_of(panel)
     for curve in panel.curves:
-        x = [place + shifts.get(curve.label, 0.0) for place in curve.points]
-        look, joined = looks[curve.label], not panel.ticks
+        x, look, joined = [*curve.points], looks[curve.label], not panel.ticks
         axes.plot(
             x, [*curve.points.values()], color=look.ink, linewidth=1.6, marker=look.mark,
             linestyle=look.line if joined and not curve.published else "none",
@@ -190,21 +186,6 @@ def draw_panel(axes: "Axes", panel: Panel, looks: dict[str, Look]) -> None:
         )  # fmt: skip
     if panel.limits is not None:
         axes.set_ylim(*panel.limits)
-
-
-def shifts_of(panel: Panel) -> dict[str, float]:
-    """How far beside a named place each label's points stand, where labels share places.
-
-    Examples:
-        >>> shifts_of(Panel([Curve("a", {0: 1}), Curve("b", {0: 1})], "", "", ticks=("t",)))
-        {'a': -0.15, 'b': 0.15}
-    """
-    labels = list(dict.fromkeys(curve.label for curve in panel.curves))
-    held = {(curve.label, place) for curve in panel.curves for place in curve.points}
-    shared = len(held) > len({place for _, place in held})
-    if not panel.ticks or not shared:
-        return {}
-    return {label: BESIDE * ((i + 0.5) / len(labels) - 0.5) for i, label in enumerate(labels)}
 
 
 def name_places(axes: "Axes", panel: Panel) -> None:

@@ -9,11 +9,10 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.markdown import Marks, markdown, write_between
+from bench.markdown import markdown_table, write_between
 from experiments.experiment import EXPERIMENTS, SCALES, Experiment, Scale, finished, load_experiment
 from experiments.records import Record, read_json, to_results
 
-MARKS = Marks("<!-- results: written by a script, do not edit -->", "<!-- end of results -->")
 INDEX_PAGE = "README.md"
 
 
@@ -45,8 +44,8 @@ def write_index(folder: Path) -> None:
             forms.append(f"{needs}; {told}" if needs else "-")
         title = f"[{words.title}]({experiment.name}.md)<br>{words.shows}"
         rows.append([title, words.source, *forms])
-    lines = markdown(["experiment", "from", *SCALES], rows)
-    write_between(folder / INDEX_PAGE, MARKS, lines, new="# Experiments\n")
+    lines = [markdown_table(["experiment", "from", *SCALES], rows)]
+    write_between(folder / INDEX_PAGE, "results", lines, new="# Experiments\n")
 
 
 def write_page(experiment: Experiment, folder: Path) -> None:
@@ -63,7 +62,7 @@ def write_page(experiment: Experiment, folder: Path) -> None:
             picture = f"{stem}.png" if (folder / f"{stem}.png").exists() else None
             lines += section(experiment, report, raw=f"{stem}.json", picture=picture)
     new = f"# {words.title}\n\n{words.shows}\n"
-    write_between(folder / f"{name}.md", MARKS, lines, new=new)
+    write_between(folder / f"{name}.md", "results", lines, new=new)
 
 
 def read_report(experiment: Experiment, scale: Scale, folder: Path) -> Record | None:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from bench import fused, scans, sides
+from bench import decode, fused, scans, sides, timing
 from promised import promised
 
 promised("triton")
@@ -37,7 +37,18 @@ def test_every_call_runs(name, monkeypatch):
     small = call._replace(batch=1, tokens=7, heads=1, value_heads=2, size=8, lengths=lengths)
     rows = list(sides.figures(fused.case_of(small, "cpu"), 1e12, 1e14))
     assert [side for side, *_ in rows] == ["triton", "triton", "fused", "fused", "chosen", "chosen"]
-    assert all(row["apart"] == 0 for *_, row in rows)
+    assert all(row.get("apart", 0) == 0 for *_, row in rows)
+
+
+def test_a_decoding_step_is_timed_by_where_its_gates_are_made(monkeypatch):
+    monkeypatch.setattr(decode, "ROTATED_BYTES", 0)
+    monkeypatch.setattr(timing, "graph_ms", lambda runs, _: float(len([run() for run in runs])))
+    rows = list(sides.figures(decode.step(1, torch.float32, "cpu"), 1e12, 1e14))
+    assert [(side, passed) for side, passed, _ in rows] == [
+        (side, "forward") for side in ("made before", "of logits in the step", "by kernels")
+    ]
+    states = 2 * 4 * 32 * 128 * 128 / 1e12 * 1e3
+    assert all(row["floor_ms"] == pytest.approx(states, rel=0.02) for *_, row in rows)
 
 
 def test_weights_lie_as_the_authors_have_them():
@@ -71,7 +82,7 @@ def test_each_side_is_what_it_says(monkeypatch):
     case = scans.slstm_case(16, (1, 3))
     assert list(case.sides) == ["float64", "deltarule, a program a head", "deltarule", "PyTorch"]
     rows = list(sides.figures(case, 1e12, 1e14))
-    assert all(row["ms"] > 0 and row["apart"] < 0.02 for *_, row in rows)
+    assert all(row["ms"] > 0 and row.get("apart", 0) < 0.02 for *_, row in rows)
     # The first calls are in float64, by what "auto" takes.
     in_turn = [one for one, _ in itertools.groupby(ran)]
     assert in_turn[-3:] == [("triton", False), ("triton", True), ("torch", True)]

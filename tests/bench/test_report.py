@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import decode, fused, neighbours, report, results, scans, table
+from bench import decode, fused, neighbours, report, results, scans, sides, table, timing
 from bench.cases import SHAPES
 from bench.command import case
 from bench_example import example_report
@@ -91,19 +91,19 @@ def test_a_program_is_run_from_the_command_line(program, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["", "--output", str(path)])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ValueError, match=f"{program.__name__} needs a CUDA device"):
-        results.run_program(program.__name__, about, program.found)
+        sides.run_cases(program.__name__, about, "step", program.CASES)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
-
-    def found(report):
-        report["ceilings"] = {"copy_TB_s": 1.0}
-        yield "ours", {"kind": "step"}, {"us": 2.0}
-
-    results.run_program(program.__name__, about, found)
+    for rate in ("copy_bandwidth", "matrix_rate"):
+        monkeypatch.setattr(timing, rate, lambda: 1e12)
+    monkeypatch.setattr(sides, "figures", lambda case, *rates: [("ours", "forward", case)])
+    sides.run_cases(program.__name__, about, "step", {"small": lambda: {"ms": 2.0}})
     report = results.load(path)
     assert report["command"] == f"python -m {program.__name__} --output {path}"
-    assert (report["device"], report["ceilings"]) == ("a GPU", {"copy_TB_s": 1.0})
-    assert report["rows"] == [{"peer": "ours", "kind": "step", "us": 2.0}]
+    assert report["device"] == "a GPU"
+    assert report["ceilings"] == {"copy_TB_s": 1.0, "matrix_TFLOP_s": 1.0}
+    facts = {"kind": "step", "case": "small", "pass": "forward"}
+    assert report["rows"] == [{"peer": "ours", **facts, "ms": 2.0}]
 
 
 def test_a_ratio_is_taken_within_one_run_and_our_time_from_the_newest():
