@@ -1,23 +1,17 @@
 """What an experiment is: cells to run, a figure and a table; its settings, and words beside them.
 
-Its module has `cells`, `draw` and `table`, and `TIMED` if its cells take times. Beside it lie:
-
-`words/NAME.md`: a heading, what a reader sees, the source, a line for each form, a remark below
-the table, the paper's figures as a table, and lists of differences, each for the forms it names;
-all but the first four where there are such.
-
-`settings/NAME.toml`: a table for each form. What stands under `all` holds for every form that
+Its module has `cells`, `draw` and `table`, and `TIMED` if its cells take times. Beside it lies
+`settings/NAME.toml` with a table for each form. What stands under `all` holds for every form that
 does not say otherwise. `model`, `optimizer`, `loop` and `cell` are arguments of `ModelConfig`,
-`OptimizerOptions`, `LoopOptions` and `TaskCell`.
+`OptimizerOptions`, `LoopOptions` and `TaskCell`. `words` is for readers: see `Words`.
 """
 
 import importlib
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -86,8 +80,9 @@ class Words(NamedTuple):
     does not exist."""
     deviations: dict[Scale, list[str]]
     """Every way in which a form differs from the paper's setting, a sentence each."""
-    remark: str = ""
-    published: Mapping[str, Mapping[Any, float]] = MappingProxyType({})
+    remark: str
+    """Below the table."""
+    published: Mapping[str, Mapping[Any, float]]
     """The paper's figures by row and column; a column that is named by a number is an int."""
 
 
@@ -124,59 +119,43 @@ def load_experiment(name: str) -> Experiment:
     check_known("NAME", name, EXPERIMENTS)
     module = importlib.import_module(EXPERIMENTS[name])
     folder = Path(module.__file__ or "").parent
-    words = read_words(name, folder)
+    words = words_of(read_table(name, folder)["words"])
     published = {"published": words.published}
     forms = {scale: form | published for scale, form in read_settings(name, folder).items()}
     return Experiment(name, words, forms, module)
 
 
-def read_words(name: str, folder: Path) -> Words:
-    text = (folder / "words" / f"{name}.md").read_text(encoding="utf-8")
-    top, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
-    title, shows, source, needs = top.strip().split("\n\n")
-    parts = [section.split("\n\n", 1) for section in sections]
-    one_of_a_kind = dict[str, str](parts)
-    forms = dict(line.split(": ", 1) for line in bullets(needs))
-    deviations: dict[Scale, list[str]] = {scale: [] for scale in SCALES if scale in forms}
-    for heading, body in parts:
-        for scale, lines in deviations.items():
-            if scale in heading.removeprefix("Differences: ").split(", "):
-                lines += bullets(body)
-    return Words(
-        title.removeprefix("# "),
-        one_line(shows),
-        one_line(source).removeprefix("From ").removesuffix("."),
-        {scale: forms[scale] for scale in deviations},
-        deviations,
-        one_line(one_of_a_kind.get("Remark", "")),
-        figures(one_of_a_kind.get("Published", "")),
+def read_table(name: str, folder: Path) -> dict[Any, Form]:
+    return tomllib.loads((folder / "settings" / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def read_settings(name: str, folder: Path = HERE) -> dict[Any, Form]:
+    table = read_table(name, folder)
+    common = table.get("all", {})
+    own = {scale: form for scale, form in table.items() if scale not in ("all", "words")}
+    return {scale: merged(common, form) for scale, form in own.items()}
+
+
+def words_of(table: Form) -> Words:
+    """Words as a table has them: lines of text end anywhere, and differences name their forms."""
+    published = {
+        row: {int(name) if name.isdigit() else name: float(x) for name, x in cells.items()}
+        for row, cells in table.get("published", {}).items()
+    }
+    needs: dict[Scale, str] = {scale: one_line(text) for scale, text in table["needs"].items()}
+    differences: list[Form] = table.get("differences", [])
+    deviations = {
+        scale: [one_line(x) for one in differences if scale in one["forms"] for x in one["are"]]
+        for scale in needs
+    }
+    shows, source, remark = (
+        one_line(table.get(name, "")) for name in ("shows", "source", "remark")
     )
-
-
-def bullets(text: str) -> list[str]:
-    return [one_line(item) for item in re.split(r"^- ", text, flags=re.MULTILINE)[1:]]
+    return Words(table["title"], shows, source, needs, deviations, remark, published)
 
 
 def one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def figures(table: str) -> dict[str, dict[Any, float]]:
-    """The numbers of a table by row and column; a dash is none."""
-    lines = [line for line in table.splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    names = [int(name) if name.isdigit() else name for name in rows[0][1:]] if rows else []
-    return {
-        row: {name: float(x) for name, x in zip(names, cells, strict=True) if x != "-"}
-        for row, *cells in rows[2:]
-    }
-
-
-def read_settings(name: str, folder: Path = HERE) -> dict[Any, Form]:
-    path = folder / "settings" / f"{name}.toml"
-    forms: dict[Any, Form] = tomllib.loads(path.read_text(encoding="utf-8"))
-    common = forms.pop("all", {})
-    return {scale: merged(common, form) for scale, form in forms.items()}
 
 
 def merged(common: Any, own: Any) -> Any:

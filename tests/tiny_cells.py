@@ -1,6 +1,6 @@
 """An experiment of cells that take no time, for processes that tests start.
 
-Its words and settings lie in the folders of these names.
+Its words and settings lie in the folder `settings`.
 """
 
 import errno
