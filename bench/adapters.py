@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ class Entry(NamedTuple):
 
     names: What it calls our inputs, where that differs.
     options: Further arguments.
+    none: Those that are None.
     half: Inputs that it takes in bfloat16.
     linear: Logarithms that it takes as the decay itself.
     state_key_first: Its states are [N, HV, K, V], ours [N, HV, V, K].
@@ -41,8 +42,9 @@ class Entry(NamedTuple):
     function: str
     names: Mapping[str, str] = {"log_decay": "g"}
     options: Mapping[str, Any] = {"output_final_state": True}
-    half: tuple[str, ...] = ()
-    linear: tuple[str, ...] = ()
+    none: Sequence[str] = ()
+    half: Sequence[str] = ()
+    linear: Sequence[str] = ()
     state_key_first: bool = True
     heads_first: bool = False
     packed: bool = False
@@ -70,12 +72,12 @@ class Side(NamedTuple):
     function: Callable[..., Result]
 
     def call(self, arguments: Tensors) -> Result:
-        if self.entry.longest is None:
-            return self.function(**arguments, **self.entry.options)
-        # All rows are as long.
-        rows = len(arguments["cu_seqlens"]) - 1
-        longest = {self.entry.longest: len(arguments["q"]) // rows}
-        return self.function(**arguments, **self.entry.options, **longest)
+        further = {**self.entry.options, **dict.fromkeys(self.entry.none)}
+        if self.entry.longest is not None:
+            # All rows are as long.
+            rows = len(arguments["cu_seqlens"]) - 1
+            further[self.entry.longest] = len(arguments["q"]) // rows
+        return self.function(**arguments, **further)
 
     def prepare(self, inputs: Tensors) -> Tensors:
         """Our inputs as the arguments of the function; gradients pass through."""
@@ -125,21 +127,13 @@ def output(result: Result) -> Tensor:
 
 
 def read_peers() -> dict[str, Peer]:
-    """Peers of adapters.toml; one without entries uses those of its package's name.
-
-    Lists are tuples, and `none` names arguments that are None.
-    """
+    """Peers of adapters.toml; one without entries uses those of its package's name."""
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     rows: dict[str, dict[str, Any]] = tomllib.loads(text)
     peers = {}
     for name, row in rows.items():
-        entries = {}
-        for operation, given in (row.get("entries") or rows[row["package"]]["entries"]).items():
-            none = dict.fromkeys(given.get("none", ()))
-            words: Any = {x: y for x, y in given.items() if x != "none"}
-            words |= {x: tuple(y) for x, y in words.items() if isinstance(y, list)}
-            entry = Entry(**words)
-            entries[operation] = entry._replace(options={**entry.options, **none})
+        given = row.get("entries") or rows[row["package"]]["entries"]
+        entries = {operation: Entry(**words) for operation, words in given.items()}
         peers[name] = Peer(row["package"], entries, row.get("environment", {}), "parts" in row)
     return peers
 

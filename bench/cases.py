@@ -1,6 +1,7 @@
 """What is timed: operators, shapes, and the inputs of a case, the same in every process."""
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -39,18 +40,15 @@ class Operation(NamedTuple):
     title: str
     decay: Literal["none", "head", "channel"]
     erase: Literal["none", "tied", "free"]
-    shapes: tuple[str, ...]
+    shapes: Sequence[str]
     # Those of `--quick`, a subset of `shapes`.
-    quick: tuple[str, ...]
+    quick: Sequence[str]
     n_steps: int = 1
 
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 SHAPES = {name: Shape(name, *sizes) for name, sizes in TABLE["shapes"].items()}
-OPERATIONS = {
-    name: Operation(**row | {"shapes": tuple(row["shapes"]), "quick": tuple(row["quick"])})
-    for name, row in TABLE["operations"].items()
-}
+OPERATIONS = {name: Operation(**row) for name, row in TABLE["operations"].items()}
 # Of training, in the order of the picture; and one that is next to nothing, with as many heads as
 # elsewhere: a peer that tunes itself for each number does not do it again.
 TRAIN, LONG = "8x4096-h16", "2x16384-h16"

@@ -94,24 +94,9 @@ def at_rate(cell: TaskCell | TextCell, rate: float) -> TaskCell | TextCell:
     return replace(cell, optimizer=replace(cell.optimizer, lr=rate))
 
 
-def columns(form: Form) -> dict[str, Form]:
-    """The tasks, each at one setting for every system: MAD's, the form's own, text.
-
-    `title` and `setting`, what a model trains on and is tested on, are for a reader.
-    """
-    tasks = MAD["tasks"] if "mad" in form else {}
-    of_mad = {name: form["mad"] | MAD["each"] | task for name, task in tasks.items()}
-    for one in of_mad.values():
-        one["steps"] = min(one["steps"], one["most_steps"])
-        steps = f"MAD's baseline, {one['steps']:,} steps of 128 rows"
-        one["setting"] = f"{steps}; 2 layers of width 128"
-    text = {"language": form["text"]} if "text" in form else {}
-    return {f"mad-{name}": one for name, one in of_mad.items()} | form["columns"] | text
-
-
 def cells(form: Form) -> list[Entry]:
     found = []
-    for key, column in columns(form).items():
+    for key, column in form["columns"].items():
         rates, seeds = tuple(column["rates"]), tuple(column["seeds"])
         for system in SYSTEMS:
             first = at_rate(first_cell(key, column, system), rates[0])
@@ -164,7 +149,7 @@ def board_of(form: Form, results: list[Result]) -> dict[str, list[Scored]]:
     """All systems on each task that has any, the best mean first."""
     done = {result.name: result.figures["scores"] for result in results}
     board = {}
-    for key in columns(form):
+    for key in form["columns"]:
         lower = key == "language"
         names = {system: done.get(f"{system}-{key}") for system in SYSTEMS}
         found = [Scored(system, scores, lower) for system, scores in names.items() if scores]
@@ -190,7 +175,7 @@ def table(form: Form, results: list[Result]) -> str:
 
     Systems come by the mean of their bands over the tasks that they have run.
     """
-    made, board = columns(form), board_of(form, results)
+    made, board = form["columns"], board_of(form, results)
     placed = {key: bands(ranked) for key, ranked in board.items()}
     cells = {
         (one.system, key): told(one, placed[key]) for key, ranked in board.items() for one in ranked
@@ -230,7 +215,7 @@ def counts(ranked: list[Scored]) -> str:
 
 def draw(form: Form, results: list[Result]) -> Figure:
     """A panel for each task, systems by their places, a mark for each seed."""
-    made, board = columns(form), board_of(form, results)
+    made, board = form["columns"], board_of(form, results)
     across = min(ACROSS, len(board))
     down, longest = -(-len(board) // across), max(map(len, board.values()))
     figure = new_figure(WIDTH * across, (LINE * longest + 1.2) * down)

@@ -9,7 +9,7 @@ import torch
 from deltarule.nn import SYSTEMS
 from experiments import leaderboard
 from experiments.experiment import Result, load_experiment
-from experiments.leaderboard import Entry, Scored, bands, columns
+from experiments.leaderboard import Entry, Scored, bands
 from experiments.records import plain
 from experiments.reproduce import ReproduceRun, reproduce
 
@@ -71,7 +71,7 @@ def test_the_table_shows_what_is_there_and_what_is_to_run(tmp_path, scale):
     assert next(x for x in lines if x.startswith(f"| `{third}` ")).endswith("| to run |")
     assert (
         sum(f"to run: {len(SYSTEMS)} of" in x for x in lines)
-        == len(columns(BOARD.forms[scale])) - 1
+        == len(BOARD.forms[scale]["columns"]) - 1
     )
     BOARD.draw(scale, results, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
