@@ -9,10 +9,8 @@ from experiments.figures import Curve, Figure, Panel, draw_curves, title_of
 from experiments.seeds import by_setting, figures_of
 from experiments.text_cell import TextCell, text_cells, text_model, text_of
 
-# Nats a token of code, read off the figure in the README of DeltaProduct's release: models trained
-# on 4,096 tokens, at that length (all of them) and at 32,768.
-PUBLISHED_AT_ONCE = 3.03
-PUBLISHED_FAR = {"deltanet": 3.37, "delta_product": 3.05}
+# Tokens of the published models: those of training, and of the measurement.
+NEAR, FAR = 4096, 32_768
 
 
 def cells(form: Form) -> list[TextCell]:
@@ -45,11 +43,12 @@ def draw(form: Form, results: list[Result]) -> Figure:
         curves, "position in the row, bytes", "bits per byte, held out",
         marks={f"trained to {form['trained']:,}": form["trained"]},
     )  # fmt: skip
+    given = form["published"]
+    near, far = (max(row[length] for row in given.values()) for length in (NEAR, FAR))
     published = panel(
-        [Curve(name, {32_768: nats}, published=True) for name, nats in PUBLISHED_FAR.items()],
+        [Curve(name, {FAR: row[FAR]}, published=True) for name, row in given.items()],
         "position in the row, tokens of code", "nats per token", "published, trained to 4,096",
-        levels={"at 4,096": PUBLISHED_AT_ONCE},
-        limits=(PUBLISHED_AT_ONCE - 0.08, max(PUBLISHED_FAR.values()) + 0.05),
+        levels={"at 4,096": near}, limits=(near - 0.08, far + 0.05),
     )  # fmt: skip
     return draw_curves([ours, published], title="Loss past the length of training")
 
@@ -66,8 +65,8 @@ def table(form: Form, results: list[Result]) -> str:
     columns = [figures_of(results, partial(at, length)) for length in lengths]
     for name in columns[0]:
         ours = [column[name] for column in columns]
-        change, far = ours[-1].mean - ours[0].mean, PUBLISHED_FAR.get(name)
-        theirs = f"{far - PUBLISHED_AT_ONCE:+.2f} (8 x the length)" if far else "-"
+        change, given = ours[-1].mean - ours[0].mean, form["published"].get(name)
+        theirs = f"{given[FAR] - given[NEAR]:+.2f} (8 x the length)" if given else "-"
         rows.append([title_of(name), *map(str, ours), f"{change:+.3f}", theirs])
     note = (
         f"Bits per byte at positions from half of each length to it, in rows of {read:,} "

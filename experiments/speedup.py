@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bench import timing
+from bench.cases import OPERATIONS, Shape, Tensors
+from bench.cases import draw as draw_inputs
 from bench.markdown import markdown_table
 from deltarule.doctor.bars import relative_rms
 from deltarule.ops import delta_rule
@@ -101,16 +102,14 @@ class SpeedupCell:
         print(f"heads of {self.head}, {length:,} tokens: {times}", flush=True)
         return times | {"difference": difference}
 
-    def draw(self, length: int, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
+    def draw(self, length: int, device: torch.device) -> tuple[Tensors, Tensor]:
         """q, k, v and beta, with unit q and k, and the gradient of o; 16 bits on a GPU."""
-        generator = torch.Generator().manual_seed(0)
-        shape = self.tokens // length, length, self.width // self.head
-        q, k, v, grad = torch.randn(4, *shape, self.head, generator=generator).unbind()
-        beta = torch.rand(*shape, generator=generator)
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        q, k = (F.normalize(x, dim=-1) for x in (q, k))
-        q, k, v, grad = (x.to(device, dtype).contiguous() for x in (q, k, v, grad))
-        return {"q": q, "k": k, "v": v, "beta": beta.to(device)}, grad
+        heads = self.width // self.head
+        shape = Shape("", self.tokens // length, length, heads, heads, self.head, self.head)
+        inputs = draw_inputs(OPERATIONS["delta"], shape, device=str(device))
+        if device.type == "cpu":
+            inputs = {name: x.float() for name, x in inputs.items()}
+        return inputs, torch.randn_like(inputs["v"])
 
 
 def cells(form: Form) -> list[SpeedupCell]:

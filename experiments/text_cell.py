@@ -8,7 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +18,14 @@ from torch import Tensor
 
 from deltarule.models import CausalLM, ModelConfig, count_parameters
 from deltarule.models.bytes import VOCAB_SIZE
-from deltarule.models.loss import next_token_loss
 from deltarule.nn import MIXERS
 from deltarule.nn.checks import check_least, check_multiple
+from deltarule.tasks.batch import Batch
 from deltarule.train.data import Array, Corpus, encode_documents
 from deltarule.train.device import to_device, tokens_at_once
 from deltarule.train.documents import DataError, read_documents, split_documents
 from deltarule.train.evaluate import bin_edges
+from deltarule.train.labelled import LabelledJob, Rows
 from deltarule.train.loop import LoopOptions, Trainer
 from deltarule.train.optimizer import OptimizerOptions
 from experiments.experiment import Result, read_settings
@@ -36,20 +38,13 @@ MULTIPLE = 8
 SIZES = read_settings("text")
 
 
-class Rows(NamedTuple):
-    """`targets[r, t]` is the byte after `tokens[r, t]`; both int64 [rows, length]."""
-
-    tokens: Tensor
-    targets: Tensor
-
-
-def rows_at(corpus: Corpus, starts: Array, length: int) -> Rows:
-    rows = [corpus.tokens[start : start + length + 1] for start in starts.tolist()]
-    tokens = torch.from_numpy(np.stack(rows).astype(int))
-    return Rows(tokens[:, :-1], tokens[:, 1:])
+def rows_at(corpus: Corpus, starts: Array, length: int) -> Batch:
+    """The answer to each byte is the one after it."""
+    rows = np.stack([corpus.tokens[x : x + length + 1] for x in starts.tolist()]).astype(int)
+    return Batch(rows[:, :-1], rows[:, 1:])
 
 
-def held_out_rows(corpus: Corpus, length: int, most_bytes: int) -> Rows:
+def held_out_rows(corpus: Corpus, length: int, most_bytes: int) -> Batch:
     """Rows side by side, each within one document, spread evenly over the text.
 
     They have at most so many bytes together, but there is one at least; where no document is long
@@ -65,56 +60,42 @@ def held_out_rows(corpus: Corpus, length: int, most_bytes: int) -> Rows:
     return rows_at(corpus, np.array(starts)[np.arange(count) * len(starts) // count], length)
 
 
-class TextRows:
-    """What a model trains on: the cross entropy of the next byte in rows that start anywhere.
-
-    Those of a step come in `accumulate` parts.
-    """
+class TextJob(LabelledJob):
+    """Rows that start anywhere in a text, every byte asked for, and watched in bits per byte."""
 
     def __init__(
-        self, rows: int, length: int, training: Corpus, watched: Rows, loop: LoopOptions
+        self, rows: int, length: int, training: Corpus, watched: Batch, loop: LoopOptions
     ) -> None:
-        self.batch_tokens = rows * length
-        self.training, self.watched, self.loop = training, watched, loop
-        self.rows, self.length, self.drawn = rows // loop.accumulate, length, 0
-        self.places = len(training.tokens) - length
-        if self.places < 1:
+        places = len(training.tokens) - length
+        if places < 1:
             raise DataError(
                 f"the text to train on has {len(training.tokens):,} tokens, fewer than one row of "
                 f"{length:,} and its last target: give --data with more"
             )
 
-    def next(self) -> Rows:
-        """The next rows, a function of the seed and of how many were drawn before."""
-        self.drawn += 1
-        rng = np.random.default_rng((self.loop.seed, self.drawn))
-        return rows_at(self.training, rng.integers(self.places, size=self.rows), self.length)
+        def generate(config: None, rng: np.random.Generator, count: int) -> Batch:
+            return rows_at(training, rng.integers(places, size=count), length)
 
-    def tensors(self, rows: Rows, device: torch.device) -> tuple[Tensor, ...]:
-        return tuple(to_device(x, device) for x in rows)
+        text: Any = SimpleNamespace(generate=generate)
+        of_text = Rows(None, rows)
+        super().__init__(text, of_text, of_text, seed=loop.seed, accumulate=loop.accumulate)
+        self.batch_tokens, self.held_out, self.dtype = rows * length, watched, loop.dtype
 
     def loss(self, model: CausalLM, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Mean nats a byte, and the same for display."""
-        tokens, targets = tensors
-        loss = next_token_loss(model.logits(model.hidden(tokens)[0]), targets)
+        loss, _ = super().loss(model, *tensors)
         return loss, loss
 
     def shown(self, figures: list[float]) -> dict[str, float]:
         return {"bits/byte": figures[0] / math.log(2)}
 
     def evaluate(self, model: CausalLM) -> dict[str, float]:
-        measured = measure(model, rows=self.watched, dtype=self.loop.dtype)
+        measured = measure(model, rows=self.held_out, dtype=self.dtype)
         return {"held_out_bits_per_byte": measured["bits_per_byte"]}
-
-    def position(self) -> dict[str, int]:
-        return {"drawn": self.drawn}
-
-    def seek(self, position: dict[str, int]) -> None:
-        self.drawn = position["drawn"]
 
 
 @torch.no_grad()
-def measure(model: CausalLM, rows: Rows, *, dtype: str = "float32") -> dict[str, Any]:
+def measure(model: CausalLM, rows: Batch, *, dtype: str = "float32") -> dict[str, Any]:
     """Bits per byte of rows, each read from an empty state, under autocast if in "bfloat16".
 
     Also their standard_error over the rows (None for a single one); how many rows; and positions:
@@ -122,8 +103,8 @@ def measure(model: CausalLM, rows: Rows, *, dtype: str = "float32") -> dict[str,
     """
     device, length = model.embedding.weight.device, rows.tokens.shape[1]
     step = max(1, tokens_at_once(device) // length)
-    parts = []
-    for tokens, targets in zip(rows.tokens.split(step), rows.targets.split(step), strict=True):
+    parts, pairs = [], (torch.from_numpy(x).split(step) for x in rows)
+    for tokens, targets in zip(*pairs, strict=True):
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
             logits, _ = model(to_device(tokens, device))
         nats = F.cross_entropy(logits.float().mT, to_device(targets, device), reduction="none")
@@ -186,7 +167,7 @@ class TextCell(TrainedCell):
             }  # fmt: skip
 
         return Lessons(
-            TextRows(self.rows, self.length, training, watched, self.loop),
+            TextJob(self.rows, self.length, training, watched, self.loop),
             {str(n): partial(measure, rows=some, dtype=dtype) for n, some in rows.items()},
             told,
         )

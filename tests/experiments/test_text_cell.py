@@ -13,7 +13,7 @@ from deltarule.train.loop import LoopOptions
 from deltarule.train.optimizer import OptimizerOptions
 from experiments.text_cell import (
     TextCell,
-    TextRows,
+    TextJob,
     equal_size,
     held_out_rows,
     measure,
@@ -95,9 +95,9 @@ def test_held_out_rows_stay_within_documents_and_spread_over_them():
     corpus = encode_documents([bytes([i]) * 25 for i in range(1, 9)])
     rows = held_out_rows(corpus, 10, 40)
     assert rows.tokens.shape == (4, 10)
-    for targets in rows.targets:
+    for targets in rows.labels:
         assert len(set(targets.tolist())) == 1
-    assert len({row[0].item() for row in rows.targets}) == 4
+    assert len({row[0].item() for row in rows.labels}) == 4
 
 
 def test_rows_of_training_are_a_function_of_the_seed_and_the_number(cell):
@@ -106,17 +106,19 @@ def test_rows_of_training_are_a_function_of_the_seed_and_the_number(cell):
 
     def rows(seed):
         loop = LoopOptions(seed=seed, accumulate=2)
-        return TextRows(cell.rows, cell.length, corpus, watched, loop)
+        return TextJob(cell.rows, cell.length, corpus, watched, loop)
 
     first, other = rows(0), rows(1)
     drawn = [first.next() for _ in range(3)]
-    assert drawn[0].tokens.shape == (2, 32)
-    assert torch.equal(drawn[0].tokens[:, 1:], drawn[0].targets[:, :-1])
-    assert not torch.equal(drawn[0].tokens, drawn[1].tokens)
-    assert not torch.equal(drawn[0].tokens, other.next().tokens)
+    (tokens, places, answers), (second, *_), _ = drawn
+    assert tokens.shape == (2, 32)
+    assert torch.equal(places, torch.arange(2 * 32))
+    assert torch.equal(tokens[:, 1:], answers.reshape(2, 32)[:, :-1])
+    assert not torch.equal(tokens, second)
+    assert not torch.equal(tokens, other.next()[0])
     again = rows(0)
     again.seek({"drawn": 2})
-    assert torch.equal(again.next().tokens, drawn[2].tokens)
+    assert torch.equal(again.next()[0], drawn[2][0])
     assert again.position() == first.position()
 
 
