@@ -29,8 +29,6 @@ from experiments.figures import Curve, Figure, Panel, draw_curves, in_training, 
 from experiments.seeds import accuracy, first_evaluation
 from experiments.task_cell import Evaluation, TaskCell, task_cell
 
-# GLA is published without one.
-NO_CONVOLUTION = ("gla", "attention")
 LABEL, ROWS = "new rows", 1280
 WAVELENGTHS = 10_000.0
 
@@ -102,7 +100,7 @@ def make_cell(form: Form, name: str, layer: str) -> TaskCell:
     return task_cell(
         AutoencoderCell if task["task"] == "mad_compression" else TaskCell,
         form, f"{name}-{layer}", training, [Evaluation(LABEL, config, ROWS)],
-        model={"layer_types": layer, "conv_size": 0 if layer in NO_CONVOLUTION else 4},
+        model={"layer_types": layer, "conv_size": 0 if layer in form["no_convolution"] else 4},
         loop={"steps": task["steps"], "evaluate_every": every},
         cell={"task": task["task"], "rows": task["rows"], "examples": task.get("examples")},
     )  # fmt: skip

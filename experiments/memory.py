@@ -20,10 +20,6 @@ from deltarule.ops import delta_rule, mesa
 from experiments.experiment import Form, Result
 from experiments.figures import Curve, Figure, Panel, draw_curves, title_of
 
-RULES = ("linear_attention", "retnet", "deltanet", "gated_deltanet", "mesa")
-WIDTH = 64
-PAIRS = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-SEEDS = tuple(range(32))
 # Of keys' squared length, the part along a direction that all of them share.
 SHARED = 0.5
 # RetNet's first head; the gated delta rule gets the same, so that the erase alone differs.
@@ -34,8 +30,6 @@ REGULARIZER = 1e-3
 FULL = 2
 # Writes that share a mark in that figure.
 BIN = 8
-# Columns of the table: condition and pairs.
-COLUMNS = [("random", 32), ("random", 64), ("random", 128), ("correlated", 32), ("overwritten", 32)]
 
 
 class Memory(NamedTuple):
@@ -80,9 +74,9 @@ class MemoryCell:
     """
 
     name: str
-    width: int = WIDTH
-    pairs: tuple[int, ...] = PAIRS
-    seeds: tuple[int, ...] = SEEDS
+    width: int
+    pairs: tuple[int, ...]
+    seeds: tuple[int, ...]
 
     def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
         """Write and read.
@@ -138,13 +132,14 @@ def recall(rule: str, memory: Memory) -> Tensor:
 
 
 def cells(form: Form) -> list[MemoryCell]:
-    return [MemoryCell(rule) for rule in RULES]
+    pairs, seeds = tuple(form["pairs"]), tuple(range(form["seeds"]))
+    return [MemoryCell(rule, form["width"], pairs, seeds) for rule in form["rules"]]
 
 
 def draw(form: Form, results: list[Result]) -> Figure:
-    panel = partial(Panel, y="relative squared error", levels={"empty": 1.0})
+    panel, width = partial(Panel, y="relative squared error", levels={"empty": 1.0}), form["width"]
     against_pairs = partial(
-        panel, log_x=True, log_y=True, limits=(1e-3, 1e2), marks={"channels of a key": WIDTH}
+        panel, log_x=True, log_y=True, limits=(1e-3, 1e2), marks={"channels of a key": width}
     )
     panels = []
     for condition, title in CONDITIONS.items():
@@ -154,19 +149,19 @@ def draw(form: Form, results: list[Result]) -> Figure:
             curves.append(Curve.through(one.name, dict(errors)))
         x = "keys, each written twice" if condition == "overwritten" else "pairs, each written once"
         panels.append(against_pairs(curves, x, title=title))
-    middles = [first + (BIN - 1) / 2 for first in range(0, FULL * WIDTH, BIN)]
+    middles = [first + (BIN - 1) / 2 for first in range(0, FULL * width, BIN)]
     by_age = []
     for one in results:
         errors = np.reshape(one.figures["by_age"], (-1, BIN)).mean(1).tolist()
         by_age.append(Curve(one.name, dict(zip(middles, errors, strict=True))))
-    panels.append(panel(by_age, "writes since", title=f"Random keys, {FULL * WIDTH} pairs, by age"))
+    panels.append(panel(by_age, "writes since", title=f"Random keys, {FULL * width} pairs, by age"))
     return draw_curves(panels, title="What a 64 x 64 state remembers", columns=2)
 
 
 def table(form: Form, results: list[Result]) -> str:
-    heads = ["rule", *(f"{condition}, {pairs}" for condition, pairs in COLUMNS)]
-    rows = [[title_of(one.name), *(scored(one, *column) for column in COLUMNS)] for one in results]
-    return markdown_table(heads, rows)
+    columns = form["columns"]
+    rows = [[title_of(one.name), *(scored(one, *column) for column in columns)] for one in results]
+    return markdown_table(["rule", *("{}, {}".format(*column) for column in columns)], rows)
 
 
 def scored(result: Result, condition: str, pairs: int) -> str:

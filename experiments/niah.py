@@ -5,7 +5,7 @@ from functools import partial
 from types import ModuleType
 
 from bench.markdown import markdown_table
-from deltarule.tasks.niah import Config, Haystack, Value
+from deltarule.tasks.niah import Config
 from deltarule.train.labelled import Curriculum
 from experiments import pinned
 from experiments.experiment import Form, Result
@@ -15,12 +15,6 @@ from experiments.task_cell import Evaluation, TaskCell, task_cell
 
 # Those with decays, which also run with the papers' draw of them.
 GATED = ("mamba2", "gated_deltanet")
-# Haystack and value of each.
-NEEDLES: dict[str, tuple[Haystack, Value]] = {
-    "S-NIAH-1": ("noise", "number"),
-    "S-NIAH-2": ("prose", "number"),
-    "S-NIAH-3": ("prose", "uuid"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +31,9 @@ def cells(form: Form) -> list[NeedleCell]:
     """Each state is of num_heads square memories of 64 channels in both layers."""
     training = Config(**form["training"])
 
-    def tested(haystack: Haystack, value: Value, length: int) -> Config:
-        instructions = training.instructions
-        return Config(haystack, value, length, instructions=instructions, split="validation")
-
+    tested = partial(Config, instructions=training.instructions, split="validation")
     evaluations = [
-        Evaluation(f"{needle}, {n}", tested(*NEEDLES[needle], n), form["tested"])
+        Evaluation(f"{needle}, {n}", tested(**form["kinds"][needle], length=n), form["tested"])
         for n in form["lengths"]
         for needle in form["needles"]
     ]

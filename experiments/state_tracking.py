@@ -12,19 +12,6 @@ from experiments.seeds import Runs, by_setting
 from experiments.signed_mamba2 import with_signs
 from experiments.task_cell import Evaluation, TaskCell, task_cell
 
-# Layer and title; eigenvalues of the second and the fourth reach -1.
-SYSTEMS = {
-    "deltanet01": ("deltanet", "DeltaNet [0, 1]"),
-    "deltanet11": ("deltanet", "DeltaNet [-1, 1]"),
-    "mamba01": ("mamba2", "Mamba-2 [0, 1]"),
-    "mamba11": ("mamba2", "Mamba-2 [-1, 1]"),
-}
-TITLES = {
-    "parity": "Parity",
-    "modular_arithmetic": "Modular arithmetic without brackets",
-    "bracket_arithmetic": "Modular arithmetic with brackets",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class StateCell(TaskCell):
@@ -43,7 +30,7 @@ def cells(form: Form) -> list[StateCell]:
 
 
 def make_cell(form: Form, task: str, seed: int, name: str) -> StateCell:
-    config, layer, signed = load_task(task).Config, SYSTEMS[name][0], name.endswith("11")
+    config, layer, signed = load_task(task).Config, form["layers_of"][name], name.endswith("11")
     training = config(*form["trained"])
     if form["every_bit"]:
         training = parity.Config(33, 33, every_position=True)
@@ -74,15 +61,15 @@ def scaled(result: Result, label: str) -> float:
 
 def draw(form: Form, results: list[Result]) -> Figure:
     """For each task the accuracy by length, beside the table with the published figures."""
-    runs, panels, tested = by_setting(results), [], label_of(form)
-    ticks = [title.replace(" [", "\n[") for _, title in SYSTEMS.values()]
+    runs, panels, tested, titles = by_setting(results), [], label_of(form), form["titles"]
+    ticks = [titles[name].replace(" [", "\n[") for name in form["layers_of"]]
     marks = {"longest in training": 33 if form["every_bit"] else form["trained"][1]}
     panel = partial(Panel, y="scaled accuracy", limits=(-0.08, 1.05))
     best = partial(panel, x=tested, title=f"best of three, {tested}", ticks=ticks)
     for task in reversed(form["tasks"]):
         by_length, in_table = [], []
-        for place, (name, (layer, title)) in enumerate(SYSTEMS.items()):
-            seeds = runs.get(f"{task}-{name}", [])
+        for place, (name, layer) in enumerate(form["layers_of"].items()):
+            seeds, title = runs.get(f"{task}-{name}", []), titles[name]
             # Seeds differ in kind, some solve a task that others do not: a curve for each.
             for run in seeds:
                 points = {n: scaled(run, f"length {n}") for n in form["lengths"]}
@@ -93,7 +80,7 @@ def draw(form: Form, results: list[Result]) -> Figure:
             published = {place: form["published"][name][task]}
             in_table.append(Curve(title, published, published=True, look=layer))
         x = "length of the row"
-        panels += [panel(by_length, x, title=TITLES[task], log_x=True, marks=marks), best(in_table)]
+        panels += [panel(by_length, x, title=titles[task], log_x=True, marks=marks), best(in_table)]
     return draw_curves(panels, title="State tracking", columns=2)
 
 
@@ -101,9 +88,9 @@ def table(form: Form, results: list[Result]) -> str:
     runs, rows, tested = by_setting(results), [], label_of(form)
     for task in reversed(form["tasks"]):
         for name, published in form["published"].items():
-            _, title = SYSTEMS.get(name, ("", name))
             scores = sorted(scaled(run, tested) for run in runs.get(f"{task}-{name}", []))
             ours = [Runs(scores[-1:]).each(".3f"), Runs(scores).each(".3f")]
-            rows.append([TITLES[task], title, *ours, f"{published[task]:.3f}"])
+            titles = [form["titles"].get(one, one) for one in (task, name)]
+            rows.append([*titles, *ours, f"{published[task]:.3f}"])
     head = ["task", "system", "ours, best", "ours, each seed", "published, best of 3"]
     return markdown_table(head, rows)

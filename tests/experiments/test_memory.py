@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from experiments import memory
-from experiments.memory import RULES, Memory, MemoryCell, recall
+from experiments.experiment import read_settings
+from experiments.memory import Memory, MemoryCell, recall
 
 CPU = torch.device("cpu")
 
@@ -28,7 +29,7 @@ def by_hand(rule, written):
     return asked @ state.T
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", read_settings("memory")["laptop"]["rules"])
 @pytest.mark.parametrize("condition", memory.CONDITIONS)
 def test_the_library_remembers_what_the_recurrence_says(rule, condition):
     written = Memory(*(part[None] for part in memory.written(condition, 20, 8, seed=0)))
