@@ -23,7 +23,7 @@ from deltarule.train.figures import DARK, dress, new_figure
 from deltarule.train.loop import LoopOptions
 from deltarule.train.optimizer import OptimizerOptions
 from experiments import mad
-from experiments.experiment import Form, Result, read_settings
+from experiments.experiment import Form, Result, one_line, read_settings
 from experiments.figures import Figure, title_of
 from experiments.records import write_json
 from experiments.seeds import first_evaluation
@@ -197,7 +197,7 @@ def table(form: Form, results: list[Result]) -> str:
         f"{len(SYSTEMS)}."
         for key, one in made.items()
     ]
-    return "\n\n".join([whole, REMARK, "\n".join(settings)])
+    return "\n\n".join([whole, one_line(form["note"]), "\n".join(settings)])
 
 
 def told(one: Scored, placed: Mapping[str, int]) -> str:
@@ -228,13 +228,3 @@ def draw(form: Form, results: list[Result]) -> Figure:
         axes.set_yticks([-i for i in range(len(ranked))], [title_of(one.system) for one in ranked])
         axes.set_ylim(-longest, 1)
     return figure
-
-
-REMARK = (
-    "Accuracy is scaled so that guessing is 0 and all answers right is 1: the mean of the seeds, "
-    "and their range. A new band begins where even the best seed is below the worst one of the "
-    "system that leads the band before, by more than 0.1 (text: 0.02); systems of one band are not "
-    "told apart. Each system runs "
-    "with its own defaults (convolution, gates, range of eigenvalues): a row says what its name "
-    "gives, not what it could be made to do."
-)
