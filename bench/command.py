@@ -15,7 +15,6 @@ from bench.cases import CHECKED, CHECKED_STEP, OPERATIONS, SHAPES, TINY, TRAIN, 
 from bench.report import draw_figure, timings
 from bench.table import show
 from bench.worker import Setting, attempt
-from deltarule.nearest import check_known
 from deltarule.ops.dispatch import Impl
 from deltarule.processes import each_apart
 
@@ -59,10 +58,10 @@ class BenchRun:
 class ModelBenchRun:
     """Time training steps of a DeltaNet language model of 1.3 B parameters, ours and FLA's."""
 
-    batch: tuple[int, ...] = tuple(batch for batch, _ in model.BATCHES)
-    """Batch rows, of 16 8 2; a step has 32,768 tokens whatever they are."""
-    peer: tuple[str, ...] = ()
-    """Only these: deltarule fla; default: installed ones."""
+    batch: tuple[Literal[16, 8, 2], ...] = (16, 8, 2)
+    """Batch rows; a step has 32,768 tokens whatever they are."""
+    peer: tuple[Literal["deltarule", "fla"], ...] = ()
+    """Only these; default: installed ones."""
     limit: float = 400.0
     """Seconds after which a case is given up."""
     output: Path = Path("bench_model.json")
@@ -85,15 +84,10 @@ def bench(run: BenchRun) -> None:
 
 
 def bench_model(run: ModelBenchRun) -> None:
-    tokens = dict(model.BATCHES)
-    for batch in run.batch:
-        check_known("--batch", str(batch), [*map(str, tokens)])
-    cases = [{"kind": "model", "batch": batch, "tokens": tokens[batch]} for batch in run.batch]
-    peers = chosen_peers(run.peer, model.PEERS[1:])
-    for peer in peers:
-        check_known("--peer", peer, model.PEERS)
     need_gpu()
-    measure(dict.fromkeys(peers, cases), "auto", GPU_REPEATS, run.limit, run.output)
+    cases = [{"kind": "model", "batch": n, "tokens": model.TOKENS // n} for n in run.batch]
+    plan = dict.fromkeys(chosen_peers(run.peer, ("fla",)), cases)
+    measure(plan, "auto", GPU_REPEATS, run.limit, run.output)
     print(f"\nraw figures: {run.output}")
 
 

@@ -107,11 +107,6 @@ def test_training_steps_of_a_model():
     assert row["parameters"] >= embedding + mixer_and_mlp
 
 
-def test_a_peer_without_a_model_says_so():
-    row = worker.attempt({"kind": "model", "batch": 1, "tokens": 16}, FAKE)
-    assert "error" in row
-
-
 @pytest.mark.parametrize("whole_logits", [True, False])
 def test_a_peer_takes_our_sizes_and_one_fused_loss_or_the_other(whole_logits, monkeypatch):
     seen = []
