@@ -11,7 +11,7 @@ from deltarule import delta_rule, explain
 from oracle import Case, check_fused
 from truth import DEVICE, FORMS, Drawn, Kind, assert_same, call, draw, placed, results, surrounded
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 BRAIN = torch.bfloat16
 SIZES = {"key_size": 128, "value_size": 128}
@@ -56,12 +56,6 @@ TIED = Call(Kind("head", "tied", 1, BRAIN))
 TIED_CHANNELS = [of for of in CHANNELS if of.kind.erase == "tied"]
 
 every_form = pytest.mark.parametrize("form", FORMS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the fused kernels are written for sm_90")
 
 
 @pytest.fixture(scope="module", params=HEADS + CHANNELS, ids=str)

@@ -10,15 +10,9 @@ from deltarule.ops.dispatch import forget_calls
 from oracle import Case, check
 from truth import DEVICE, Kind, assert_same, draw, results
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 TAKES = segment_scan_stage.takes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is written for sm_90")
 
 
 def case_of(value_heads: int, **options: object) -> Case:
