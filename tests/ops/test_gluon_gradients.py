@@ -4,7 +4,7 @@ Three kernels: of chunks; the scan back and the gradients as one; and of chunks 
 channel.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -546,9 +546,7 @@ def compare_backward(
     expected = passes.backward(*given, saved)
     take()
     saved = passes.forward(inputs, save)[2] if forward_too else saved
-    for x, y in zip(passes.backward(*given, saved), expected, strict=True):
-        assert (x is None) == (y is None)
-        assert x is None or relative_rms(x, y.double()) < 2e-3
+    assert_near(passes.backward(*given, saved), expected)
 
 
 @interpreted_by_triton
@@ -624,11 +622,21 @@ def test_a_whole_backward_of_channels_writes_flagged_chunks_again(
 def test_parts_of_heads_have_outputs_and_gradients_of_the_heads(
     decay, erase, sizes, monkeypatch
 ) -> None:
-    compare_passes(case_of(decay, erase, value_size=128, value_heads=4, **sizes), monkeypatch)
+    case = case_of(decay, erase, value_size=128, value_heads=4, **sizes)
+
+    def take() -> None:
+        monkeypatch.setattr(stage, "pays", lambda inputs, *_: inputs.v.shape[3] == 64)
+        monkeypatch.setattr(stage, "LEAST_KEYS", 64)
+        of_chunks(monkeypatch)
+
+    compare_passes(case, take)
 
 
-def compare_passes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both passes by the fused kernels beside Triton's; a forward that saves nothing, too."""
+def compare_passes(case: Case, take: Callable[[], None], again: bool = False) -> None:
+    """Both passes by the fused kernels, once they are taken, beside Triton's; and once more.
+
+    Forwards that save nothing, too, with and without initial states.
+    """
     # Triton's interpreter has no arithmetic in bfloat16.
     case = case.to(torch.float16)
     inputs, (d_o, d_final) = inputs_of(case), weights(case)
@@ -637,13 +645,21 @@ def compare_passes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         *found, kept = passes.forward(inputs, True)
         assert kept.shape == passes.saved_shape(inputs)
         found += passes.backward(d_o.half(), d_final.float(), inputs, kept)
-        return [*found, *passes.forward(inputs, False)[:2]]
+        for own in (inputs, inputs._replace(initial_state=None)):
+            found += passes.forward(own, False)[:2]
+        return found
 
     expected = outputs_and_gradients()
-    monkeypatch.setattr(stage, "pays", lambda inputs, *_: inputs.v.shape[3] == 64)
-    monkeypatch.setattr(stage, "LEAST_KEYS", 64)
-    monkeypatch.setattr(gradient_stage, "runs", lambda call: True)
-    for x, y in zip(outputs_and_gradients(), expected, strict=True):
+    take()
+    found = outputs_and_gradients()
+    assert_near(found, expected)
+    for x, y in zip(outputs_and_gradients(), found, strict=True) if again else ():
+        assert x is None or torch.equal(x, y), "another order of events"
+
+
+def assert_near(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    """As near as 16 bits allow, and absent where they are."""
+    for x, y in zip(found, expected, strict=True):
         assert (None if x is None else x.shape) == (None if y is None else y.shape)
         assert x is None or relative_rms(x, y.double()) < 2e-3
 

@@ -4,20 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from promised import promised
 
 promised("triton")
 
 from deltarule.ops.delta_rule.gluon import gradient_stage, wide_scan_stage
-from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import passes, windows
+from deltarule.ops.delta_rule.triton import windows
 from deltarule.ops.delta_rule.triton.plan import Call, new_plan
 from gluon_interpreter import interpret_launches
 from kernels.interpreted import inputs_of, interpreted
-from oracle import Case, make_case, weights
-from tolerance import relative_rms
+from ops.test_gluon_gradients import compare_backward, compare_passes
+from oracle import Case, make_case
 
 
 @pytest.fixture(autouse=True)
@@ -49,31 +47,15 @@ RAGGED, PACKED = {"tokens": 150, "batch": 2}, {"lengths": (3, 0, 70, 64)}
     ],
 )  # fmt: skip
 def test_both_passes_are_those_of_triton(decay, erase, options, launches, monkeypatch) -> None:
-    # Triton's interpreter has no arithmetic in bfloat16.
-    case = case_of(decay, erase, **options).to(torch.float16)
-    inputs, (d_o, d_final) = inputs_of(case), weights(case)
+    monkeypatch.setattr(gradient_stage, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(gradient_stage, "halves_of", lambda inputs: 2)
+    compare_passes(case_of(decay, erase, **options), lambda: take(monkeypatch), again=True)
+    assert len(launches) == 10
 
-    def outputs_and_gradients() -> list[Tensor | None]:
-        *found, kept = passes.forward(inputs, True)
-        found += passes.backward(d_o.half(), d_final.float(), inputs, kept)
-        return [*found, *passes.forward(inputs._replace(initial_state=None), False)[:2]]
 
-    expected = outputs_and_gradients()
+def take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wide_scan_stage, "takes", lambda call: True)
     monkeypatch.setattr(gradient_stage, "runs", lambda call: True)
-    monkeypatch.setattr(gradient_stage, "halves_of", lambda inputs: 2)
-    monkeypatch.setattr(gradient_stage, "multiprocessors", lambda device: 2)
-    found = outputs_and_gradients()
-    assert len(launches) == 4
-    for x, y in zip(found, expected, strict=True):
-        assert (x is None) == (y is None)
-        assert x is None or relative_rms(x, y.double()) < 2e-3
-    for x, y in zip(outputs_and_gradients(), found, strict=True):
-        assert x is None or torch.equal(x, y), "another order of events"
-
-
-def call_of(inputs: Inputs) -> Call:
-    return Call(inputs, new_plan(inputs))
 
 
 @interpreted
@@ -82,13 +64,7 @@ def test_what_is_computed_again_takes_the_kernels_of_windows(parts, launches, mo
     cut_into = windows.cut_into
     monkeypatch.setattr(windows, "windows_of", lambda call: cut_into(call, parts))
     case = case_of("head", "tied", tokens=128, normalize_qk=True).to(torch.float16)
-    inputs, (d_o, d_final) = inputs_of(case), weights(case)
-    given = d_o.half(), d_final.float(), inputs, passes.forward(inputs, False)[2]
-    expected = passes.backward(*given)
-    monkeypatch.setattr(wide_scan_stage, "takes", lambda call: True)
-    monkeypatch.setattr(gradient_stage, "runs", lambda call: True)
-    for x, y in zip(passes.backward(*given), expected, strict=True):
-        assert x is None or relative_rms(x, y.double()) < 2e-3
+    compare_backward(case, False, lambda: take(monkeypatch))
     assert len(launches) == parts, "the gradients alone"
 
 
@@ -106,7 +82,7 @@ def test_gradients_take_halves_of_the_keys_where_those_are_faster(rule, options,
 def test_they_are_for_256_keys_in_bfloat16() -> None:
     inputs = inputs_of(case_of("head", "tied"))
     assert wide_scan_stage.can(inputs)
-    assert not wide_scan_stage.takes(call_of(inputs)), "on a CPU"
+    assert not wide_scan_stage.takes(Call(inputs, new_plan(inputs))), "on a CPU"
     assert not wide_scan_stage.can(inputs._replace(batch_invariant=True))
     for other in ({"dtype": torch.float16}, {"key_size": 128}, {"value_size": 192}):
         assert not wide_scan_stage.can(inputs_of(case_of("head", "tied", **other)))
