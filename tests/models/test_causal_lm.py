@@ -7,6 +7,7 @@ import torch
 from deltarule.models import CausalLM, ModelConfig, next_token_loss
 from deltarule.ops.context import Context
 from models.checkpoints import check_ways_of_reading
+from nodes import kept
 from tolerance import relative_rms
 
 
@@ -42,11 +43,9 @@ def test_steps_padding_and_packed_rows_give_what_whole_rows_give(make_model, ran
 
 def kept_bytes(run):
     """What a call keeps for its backward pass, and what it returns."""
-    kept = {}
-    keep = lambda x: kept.update({x.data_ptr(): x.nbytes}) or x  # noqa: E731
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with kept() as tensors:
         result = run()
-    return sum(kept.values()), result
+    return sum({x.data_ptr(): x.nbytes for x in tensors}.values()), result
 
 
 def test_checkpointing_keeps_less(make_model, random_tokens):

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from deltarule.models import linear_next_token_loss, next_token_loss
 from deltarule.ops.fused import cross_entropy
+from nodes import kept
 
 
 def inputs(dtype=torch.float32, rows=(3, 700), vocab=11):
@@ -31,10 +32,9 @@ def test_equals_cross_entropy_in_value_and_gradient(dtype):
 
 def test_keeps_one_number_a_token_beside_the_logits():
     logits, targets = inputs(rows=(4, 512), vocab=1000)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    with kept() as tensors:
         next_token_loss(logits, targets)
-    beside = [x for x in kept if x.data_ptr() != logits.data_ptr()]
+    beside = [x for x in tensors if x.data_ptr() != logits.data_ptr()]
     assert sum(x.numel() for x in beside) <= 3 * targets.numel()
 
 
@@ -108,10 +108,9 @@ def test_a_head_without_logits_equals_the_loss_of_them(most_logits, monkeypatch)
 def test_a_head_keeps_its_gradients_only(monkeypatch):
     monkeypatch.setattr(cross_entropy, "MOST_LOGITS", 22)
     x, weight, targets = head(torch.float32)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with kept() as tensors:
         linear_next_token_loss(x, weight, targets)
-    beside = [t for t in kept if t.data_ptr() not in (x.data_ptr(), weight.data_ptr())]
+    beside = [t for t in tensors if t.data_ptr() not in (x.data_ptr(), weight.data_ptr())]
     assert sum(t.numel() for t in beside) == x.numel() + weight.numel() + 1
     assert linear_next_token_loss(x.detach(), weight.detach(), targets).isfinite()
 

@@ -12,6 +12,7 @@ from deltarule.nn import Attention, LatentAttention, SlidingWindowAttention, mas
 from deltarule.nn.rotation import rotate
 from models.checkpoints import check_ways_of_reading
 from nn.layers import HIDDEN, inputs, make
+from nodes import kept
 from tolerance import relative_rms
 
 
@@ -166,20 +167,14 @@ class Largest(TorchDispatchMode):
 
 def memory(tokens, packed):
     """Bytes of the largest tensor of a call with its backward, and of what the backward is kept."""
-    layer, kept = windowed().float(), {}
-
-    def keep(x):
-        storage = x.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    x = inputs(1, tokens)
+    layer, x = windowed().float(), inputs(1, tokens)
     given = () if packed else (layer(x)[1].detach(),)
     options = {"cu_seqlens": deltarule.pack([tokens // 4] * 4)} if packed else {}
-    with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with Largest() as largest, kept() as tensors:
         y, _ = layer(x, *given, **options)
         y.sum().backward()
-    return largest.numbers, sum(kept.values())
+    storages = {x.data_ptr(): x.nbytes() for x in map(torch.Tensor.untyped_storage, tensors)}
+    return largest.numbers, sum(storages.values())
 
 
 @pytest.mark.parametrize("packed", [False, True])

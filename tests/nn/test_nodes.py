@@ -21,6 +21,7 @@ from deltarule.nn.layout import make_layout
 from deltarule.nn.norm import GatedRMSNorm
 from deltarule.ops.fused.swiglu import swiglu
 from deltarule.ops.operators import direct
+from nodes import kept, nodes_of
 from promised import promised
 from tolerance import assert_close, relative_rms
 
@@ -149,12 +150,12 @@ def test_all_three_products(inner, dtype, factor, small, monkeypatch):
 
 
 def test_it_keeps_no_product_of_gate_and_up():
-    given, kept = built(torch.float32), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    given = built(torch.float32)
+    with kept() as tensors:
         fused(*given)
     # x, the weights down and, in one, gate and up; and what both give.
     shapes = [(2, 37, 12), (10, 24), (74, 24), (74, 24), (48, 12)]
-    assert [tuple(x.shape) for x in kept] == shapes
+    assert [tuple(x.shape) for x in tensors] == shapes
 
 
 def test_a_backward_leaves_what_was_kept_and_the_given_gradient_as_they_were():
@@ -367,16 +368,6 @@ def test_a_look_up_has_a_node_of_its_own_and_what_is_more_is_called(monkeypatch)
 def fused_everywhere(monkeypatch):
     for module in (norms, mlp, linears):
         monkeypatch.setattr(module, "why_not_fused", lambda x: None)
-
-
-def nodes_of(y):
-    """Names of the nodes of autograd behind y."""
-    seen, left = set(), [y.grad_fn]
-    while left:
-        if (node := left.pop()) is not None and node not in seen:
-            seen.add(node)
-            left += [node for node, _ in node.next_functions]
-    return [type(node).__name__ for node in seen]
 
 
 def step_of(model, tokens, backwards=1):

@@ -9,6 +9,7 @@ import deltarule
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import Attention, GatedDeltaNet, convolved_products, linears, mlp
 from nn.layers import inputs, make
+from nodes import nodes_of
 from tolerance import relative_rms
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +107,7 @@ def test_a_mixer_agrees_with_the_cpu_in_float64_each_time(dtype, large, monkeypa
         layer.zero_grad()
         given = x.cuda().requires_grad_()
         y, _ = layer(given)
-        assert ("ConvolvedProducts" in nodes_of(y)) is not large
+        assert ("ConvolvedProductsBackward" in nodes_of(y)) is not large
         y.backward(d_y.cuda())
         found = {name: p.grad for name, p in layer.named_parameters()} | {"x": given.grad}
         for name, gradient in found.items():
@@ -137,17 +138,6 @@ def test_other_mixers_agree_with_the_cpu_in_float64_in_one_pass_and_two(name):
         assert p.grad is None or p.grad.isfinite().all(), key
         if name not in SINES and q.grad is not None:
             assert relative_rms(p.grad, q.grad, floor=1e-6) < 1e-3, key
-
-
-def nodes_of(y: torch.Tensor) -> str:
-    """The names of all nodes that a gradient of y goes through."""
-    seen, waiting = {}, [y.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and id(node) not in seen:
-            seen[id(node)] = node
-            waiting += [before for before, _ in node.next_functions]
-    return " ".join(type(node).__name__ for node in seen.values())
 
 
 def test_a_compiler_sees_the_modules():

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from deltarule import mesa
 from deltarule.ops import mini_batches
 from deltarule.ops.mesa.api import IMPLEMENTATIONS, MORE_ITERATIONS
+from nodes import kept
 from ops.contract import DOUBLE, HV, OPERATORS, H, K, draw, least_squares
 from oracles import mesa as oracle
 from tolerance import assert_close, relative_rms
@@ -77,27 +78,20 @@ def test_what_is_chosen_has_converged_after_many_tokens(tokens, size, device):
     assert relative_rms(mesa(**x, iterations=size).o.cpu(), expected) > 10 * exact
 
 
-def kept(x, iterations):
-    """Sizes of what a backward pass would find kept."""
-    sizes = []
-
-    def note(y):
-        sizes.append(y.shape)
-        return y
-
+def kept_sizes(x, iterations):
     leaves = {name: y.clone().requires_grad_() for name, y in x.items()}
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda y: y):
+    with kept() as tensors:
         MESA.run(**leaves, impl="torch", iterations=iterations)
-    return sizes
+    return [y.shape for y in tensors]
 
 
 def test_keeps_nothing_of_the_iterations_and_no_matrix_for_a_token():
     x = least_squares(32).draw(1, 256)
-    few, many = kept(x, 5), kept(x, 50)
+    few, many = kept_sizes(x, 5), kept_sizes(x, 50)
     assert few == many
     a_matrix_each = 256 * HV * 32 * 32
     assert max(size.numel() for size in many) < a_matrix_each / 8
-    assert max(size.numel() for size in kept(x, None)) < a_matrix_each / 8
+    assert max(size.numel() for size in kept_sizes(x, None)) < a_matrix_each / 8
 
 
 def test_packed_lengths_that_cannot_be_read(monkeypatch):

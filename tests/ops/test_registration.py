@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deltarule.ops.operators import Operator
 from deltarule.ops.registration import Backward, Rules
+from nodes import kept
 
 ran: list[str] = []
 
@@ -96,7 +97,7 @@ def test_only_what_is_wanted_is_asked_for() -> None:
 
 
 def test_what_is_kept_is_what_the_backward_is_given() -> None:
-    given, kept = arguments(), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    given = arguments()
+    with kept() as tensors:
         s, _ = scaled(*given)
-    assert [x.data_ptr() for x in kept] == [s.data_ptr(), given[2].data_ptr()]
+    assert [x.data_ptr() for x in tensors] == [s.data_ptr(), given[2].data_ptr()]

@@ -5,6 +5,7 @@ import torch
 
 from deltarule import selective_scan
 from deltarule.ops.selective_scan import torch as scan_layout
+from nodes import kept
 from ops.contract import HV, OPERATORS, V, check
 from tolerance import assert_close
 
@@ -33,14 +34,14 @@ def test_resets_leave_nothing_and_are_differentiable():
 def test_memory_stays_below_that_of_all_states():
     """A saved state for each chunk of 64 tokens, not for each token."""
     x = OPERATORS["mamba"].draw(tokens=1024)
-    size, kept = (HV, V, x["A"].shape[-1]), []
+    size = HV, V, x["A"].shape[-1]
     del x["initial_state"]
     leaves = {name: y.requires_grad_() for name, y in x.items()}
-    with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(y) or y, lambda y: y):
+    with kept() as tensors:
         OPERATORS["mamba"].run(**leaves, impl="torch")
     state = x["A"].numel()
-    assert sum(y.numel() for y in kept if y.shape[1:] == size) == 2 * 1024 // 64 * state
-    assert max(y.numel() for y in kept) < 2 * 1024 * state // 2
+    assert sum(y.numel() for y in tensors if y.shape[1:] == size) == 2 * 1024 // 64 * state
+    assert max(y.numel() for y in tensors) < 2 * 1024 * state // 2
 
 
 def test_gradients_are_laid_out_as_a_compiler_is_told():
