@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deltarule import two_memories
+from nodes import nodes_of
 from opchecked import Registered, opcheck_all
 from ops.contract import OPERATORS, assert_alike, check, gradients, weighted
 from oracle import make_case
@@ -337,14 +338,20 @@ def test_opcheck_of_all_that_is_registered(name, lengths):
 
 
 @pytest.mark.parametrize("name", REGISTERED)
-def test_a_mode_that_watches_changes_no_gradient(name):
+@every_layout
+def test_a_mode_that_watches_changes_no_bit(name, lengths):
+    """Nor the way through PyTorch's dispatcher, which a call that nothing watches leaves out."""
     operator = OPERATORS[name]
-    x = operator.draw(1, 70)
+    x = operator.draw(1, 70, None if lengths is None else (4, 0, 66))
     outputs, expected = gradients(operator, x, impl="torch")
+    assert any(name.startswith("Eager") for name in nodes_of(outputs[0]))
     with Registered() as seen:
         watched, found = gradients(operator, x, impl="torch")
     assert {"backward" in x._opname for x, _ in seen.calls} == {False, True}
+    with torch.no_grad():
+        unsaved = operator.run(**x, impl="torch")
     assert all(map(torch.equal, watched, outputs))
+    assert all(map(torch.equal, unsaved, outputs))
     assert all(torch.equal(gradient, expected[n]) for n, gradient in found.items())
 
 

@@ -7,9 +7,7 @@ import torch._dynamo.testing
 from deltarule import delta_rule
 from deltarule.ops.dispatch import are_plain_eager
 from opchecked import Registered
-from oracle import make_case, weights, with_gradients
-
-SMALL = {"tokens": 9, "key_size": 3, "value_size": 2, "heads": 1, "value_heads": 2}
+from oracle import make_case
 
 
 @pytest.mark.parametrize("lengths", [None, (5, 0, 15)])
@@ -61,28 +59,6 @@ def test_wrong_offsets_are_refused_in_compiled_code_too(offsets: list[int]) -> N
     )  # fmt: skip
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 9"):
         run(torch.tensor(offsets))
-
-
-@pytest.mark.parametrize(
-    ("decay", "erase", "n_steps", "lengths"),
-    [
-        ("none", "none", 1, None), ("head", "tied", 2, None), ("channel", "tied", 1, (4, 0, 5)),
-        ("none", "tied", 3, (9,)), ("head", "free", 1, None), ("channel", "free", 1, (4, 0, 5)),
-    ],
-)  # fmt: skip
-def test_a_call_that_nothing_watches_equals_the_operator(decay, erase, n_steps, lengths) -> None:
-    case = make_case(decay, erase, n_steps=n_steps, lengths=lengths, **SMALL)
-    d_o, d_state = weights(case)
-    with Registered() as seen:
-        (o, state), gradients = with_gradients(case, "torch", d_o, d_state)
-    assert [x._opname for x, _ in seen.calls] == ["recurrence", "recurrence_backward"]
-    eager, own = with_gradients(case, "torch", d_o, d_state)
-    assert type(eager.o.grad_fn).__name__ == "EagerRecurrenceBackward"
-    assert torch.equal(eager.o, o)
-    assert torch.equal(eager.final_state, state)
-    assert all(torch.equal(own[name], gradients[name]) for name in gradients)
-    with torch.no_grad():
-        assert torch.equal(case.run("torch").o, o)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is:DeprecationWarning")
