@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from deltarule.ops.delta_rule import definition
+from oracles.lifted import unit
 
 
 class Stored:
@@ -49,10 +50,6 @@ def logits(config, tensors, tokens):
 
 def rms(x, weight, eps):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def unit(x):
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def stream(x, w, name, size, silu=True, silu_without_conv=True):

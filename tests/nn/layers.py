@@ -99,13 +99,5 @@ def run(rule: Rule, projections: Projections) -> Tensor:
     return rule.read_out_function(output.o, projections)
 
 
-def each_head(*per_value_head: Tensor | None):
-    """Yield (batch row, value head, its key head) and their slices [T, ...] of the tensors."""
-    for row in range(B):
-        for head in range(HV):
-            slices = [x if x is None else x[row, :, head] for x in per_value_head]
-            yield row, head, head * H // HV, *slices
-
-
 def largest_error(o: Tensor, expected: Tensor) -> float:
     return ((o - expected).abs().max() / expected.abs().max()).item()

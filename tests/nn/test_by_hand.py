@@ -31,7 +31,7 @@ from oracles import (
     titans,
     ttt,
 )
-from oracles.lifted import each_head
+from oracles.lifted import each_head, unit
 from tolerance import relative_rms
 
 DOUBLE = torch.float64
@@ -60,10 +60,6 @@ def streams(layer, x, names="qkv", activation=F.silu):
 
 def gated(layer, x, activation):
     return 1 if layer.g_proj is None else activation(layer.g_proj(x))
-
-
-def unit(x):
-    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def rms(o, weight):

@@ -23,12 +23,12 @@ from nn.layers import (
     config,
     draw,
     draw_projections,
-    each_head,
     inputs,
     largest_error,
     make,
     run,
 )
+from nn.test_recurrences import by_hand
 from oracles import dijiang, rebased
 from tolerance import relative_rms
 
@@ -285,12 +285,12 @@ def test_normaliser_divides_by_the_sum_of_similarities():
     p = draw_projections(normalizer=True)
     p.q.abs_()
     p.k.abs_()
-    expected = torch.zeros_like(p.v)
-    for row, head, key_head, v in each_head(p.v):
-        for t in range(T):
-            similarity = p.k[row, : t + 1, key_head] @ p.q[row, t, key_head]
-            expected[row, t, head] = similarity @ v[: t + 1] / similarity.sum()
-    assert largest_error(run(RULES["linear_attention"], p), expected) <= 1e-12
+
+    def divided(h):
+        similarity = (h.q @ h.k.mT).tril()
+        return similarity @ h.v / similarity.sum(1, keepdim=True)
+
+    assert largest_error(run(RULES["linear_attention"], p), by_hand(divided, p)) <= 1e-12
 
 
 def test_normaliser_of_nothing_is_nothing():

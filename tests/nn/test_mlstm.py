@@ -9,26 +9,14 @@ import torch
 from deltarule.nn import MLSTM, RULES
 from deltarule.nn.linears import ExactLinear
 from nn.layers import HV, B, T, draw, draw_projections, largest_error, run
-from oracles import mlstm
-from oracles.lifted import each_head
+from nn.test_recurrences import RECURRENCES, by_hand
 from tolerance import relative_rms
 
 RULE = RULES["mlstm"]
 
 
-def drawn(size=1.0):
-    return draw_projections(decay_logits=size * draw(B, T, HV), beta_logits=size * draw(B, T, HV))
-
-
-def inputs_of(p):
-    """What the oracle takes of each value head: q, k, v and both logits."""
-    q, k = (x.repeat_interleave(HV // x.shape[2], 2) for x in (p.q, p.k))
-    return q, k, p.v, p.beta_logits, p.decay_logits
-
-
-def read(*inputs):
-    o, (C, _, _) = mlstm.recurrence(*inputs, eps=1e-6)
-    return o, C
+def drawn():
+    return draw_projections(decay_logits=draw(B, T, HV), beta_logits=draw(B, T, HV))
 
 
 @pytest.mark.parametrize("gate", [80.0, 104.0, 300.0])
@@ -41,7 +29,7 @@ def test_a_query_that_meets_no_key_reads_zero(gate):
     assert (o[:, 3] == 0).all()
     o.sum().backward()
     assert all(getattr(single, name).grad.isfinite().all() for name in names)
-    expected = each_head(read, *inputs_of(p))[0]
+    expected = by_hand(RECURRENCES["mlstm"], p)
     assert largest_error(o.detach().double(), expected) <= 1e-3
 
 

@@ -7,6 +7,7 @@ from deltarule.nn import RULES
 from deltarule.nn.rule import Projections
 from nn.layers import B, K, T, V, draw, inputs, largest_error, make, run
 from oracles import multi_head_delta as oracle
+from oracles.lifted import unit
 
 H, N = 2, 3
 # Queries, keys, values, write strengths and states of one head, in the blog's table.
@@ -30,10 +31,6 @@ def drawn(name):
         beta_logits=draw(B, T, beta),
         slots=N,
     )
-
-
-def unit(x):
-    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def by_hand(p):

@@ -1,4 +1,4 @@
-"""Lift an oracle, which sees one head of one sequence, to a batch of heads."""
+"""Lift an oracle, which sees one head of one sequence, to a batch of heads; keys of unit length."""
 
 import torch
 
@@ -12,3 +12,8 @@ def each_head(oracle, *inputs):
         outputs.append(torch.stack([o for o, _ in results], 1))
         states.append(torch.stack([s for _, s in results]))
     return torch.stack(outputs), torch.stack(states)
+
+
+def unit(x):
+    """Rows of unit length, as the released kernels have them."""
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
