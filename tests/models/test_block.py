@@ -6,8 +6,10 @@ import torch.nn.functional as F
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import Mixer, load_state, save_state
-from models.checkpoints import check_ways_of_reading, close, redraw
+from models.checkpoints import MIXED, check_ways_of_reading, close, redraw
 
+# Heads of an attention whose keys and values are maps of one small vector.
+LATENT = {"qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6}
 SIZES = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
 
 
@@ -39,6 +41,8 @@ def test_parts_side_by_side_are_summed_behind_one_norm():
         {"layer_types": "kda+sliding_window", "window": 7},
         {"layer_types": ("mlp", "hgrn2+rwkv7"), "num_layers": 4, "mlp_layer_types": "none"},
         {"layer_types": ("kda", "mlp"), "mlp_layer_types": ("dense", "none")},
+        {"layer_types": MIXED, "num_layers": 4, "window": 5},
+        {"layer_types": ("kda", "attention"), "kv_lora_rank": 8, **LATENT},
     ],
 )
 def test_every_way_of_reading(options):
