@@ -19,6 +19,7 @@ PARTS = {
     "compiler": r"(?!hf/).*::.*(compile|opcheck|export)",
     "interpreter": r"kernels/test_(triton|segments|windows|recording|first_call)"
     r".*\.py|ops/test_contract_kernels\.py|bench/test_neighbours\.py"
+    r"|nn/test_nodes\.py::test_(norms_and_weights|a_norm_that|a_hook_is)"
     r"|ops/test_gluon(_products|_wide_scan)?\.py|ops/test_gluon_gradients\.py::(?!.*\[.*(whole|channels))"
     r"|ops/test_(recurrent_step|gate_logits|pools)\.py::.*\[triton",
     "grid": r"nn/test_(mixers|training|on_gpu)\.py"
