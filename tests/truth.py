@@ -158,13 +158,25 @@ Run = Callable[[Case, Tensors], RecurrentOutput]
 
 def results(drawn: Drawn, run: Run = call, **options: object) -> dict[str, Tensor]:
     """The output, the final state, and the gradient by every tensor."""
-    case, names = drawn.case, drawn.case.present()
-    leaves = {name: case.tensors[name].detach().requires_grad_() for name in names}
-    out = run(case, case.tensors | leaves, **options)
-    gradients = torch.autograd.grad(
-        tuple(out), list(leaves.values()), drawn.weights, materialize_grads=True
+    case = drawn.case
+    given = {name: case.tensors[name] for name in case.present()}
+    return results_of(
+        given, lambda **x: run(case, case.tensors | x, **options), lambda out: drawn.weights
     )
-    found = dict(zip((f"d {name}" for name in names), gradients, strict=True))
+
+
+def results_of(
+    given: dict[str, Tensor],
+    run: Callable[..., RecurrentOutput],
+    weights: Callable[[RecurrentOutput], tuple[Tensor, Tensor]],
+) -> dict[str, Tensor]:
+    """The same of tensors by name, and of what is called with them."""
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+    out = run(**leaves)
+    gradients = torch.autograd.grad(
+        tuple(out), list(leaves.values()), weights(out), materialize_grads=True
+    )
+    found = dict(zip((f"d {name}" for name in leaves), gradients, strict=True))
     return {"o": out.o.detach(), "final_state": out.final_state.detach(), **found}
 
 

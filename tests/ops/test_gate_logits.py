@@ -4,20 +4,11 @@ import pytest
 import torch
 
 from deltarule import BetaLogits, DecayLogits, recurrent_step
-from deltarule.ops.delta_rule.step import STEPS
-from deltarule.ops.dispatch import always
 from logits import Logits, make_logits
 from opchecked import opcheck_all
-from ops.places import ON_CPU, ON_GPU, Place
+from ops.places import Place
 from oracle import make_case
 from tolerance import assert_close, relative_rms
-
-
-@pytest.fixture(params=[*ON_CPU, *ON_GPU])
-def place(request, monkeypatch) -> Place:
-    if request.param.is_interpreted:
-        monkeypatch.setitem(STEPS, "triton", STEPS["triton"]._replace(why_not=always))
-    return request.param
 
 
 def drawn_at(place: Place, *kind: object, **sizes: object) -> Logits:

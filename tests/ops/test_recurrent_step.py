@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from deltarule import recurrent_step
-from deltarule.ops.delta_rule.step import STEPS
-from deltarule.ops.dispatch import always
-from ops.places import ON_CPU, ON_GPU, Place
+from ops.places import Place
 from oracle import DECAYS, Case, make_case, on
 from promised import promised
 from tolerance import assert_close, relative_rms
@@ -25,13 +23,6 @@ SIZES = {
     "small": ((8, 6), (8, 6)), "one": ((1, 1), (1, 1)), "odd": ((5, 17), (100, 72)),
     "wide": ((40, 3), (256, 512)),
 }  # fmt: skip
-
-
-@pytest.fixture(params=[*ON_CPU, *ON_GPU])
-def place(request, monkeypatch) -> Place:
-    if request.param.is_interpreted:
-        monkeypatch.setitem(STEPS, "triton", STEPS["triton"]._replace(why_not=always))
-    return request.param
 
 
 def drawn(place: Place, kind: tuple[str, str, int], **sizes: object) -> tuple[Case, Case]:

@@ -1,5 +1,7 @@
 """More chunks, and more rows, than the last axis of a CUDA grid can count: 65535."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import Tensor
 
 import truth
 from deltarule import delta_rule, recurrent_step
-from truth import assert_alike
+from truth import assert_alike, results_of
 
 pytestmark = pytest.mark.gpu
 
@@ -35,14 +37,10 @@ def drawn(batch: int, tokens: int, decay: str) -> dict[str, Tensor]:
 
 def run(x: dict[str, Tensor], state: Tensor | None = None) -> dict[str, Tensor]:
     """Outputs and gradients, the values being the gradient by the output's first step."""
-    leaves = {name: y.detach().requires_grad_() for name, y in x.items()}
-    out = delta_rule(
-        **leaves, n_steps=N_STEPS, initial_state=state, batch_invariant=True, impl=truth.IMPL
-    )
-    weights = x["v"][:, ::N_STEPS].contiguous(), torch.zeros_like(out.final_state)
-    gradients = torch.autograd.grad(tuple(out), list(leaves.values()), weights)
-    found = dict(zip((f"d {name}" for name in leaves), gradients, strict=True))
-    return {"o": out.o.detach(), "final_state": out.final_state.detach(), **found}
+    options = {"n_steps": N_STEPS, "batch_invariant": True, "impl": truth.IMPL}
+    call = partial(delta_rule, initial_state=state, **options)
+    steps = x["v"][:, ::N_STEPS].contiguous()
+    return results_of(x, call, lambda out: (steps, torch.zeros_like(out.final_state)))
 
 
 def later(x: dict[str, Tensor], start: int) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from deltarule import delta_rule, recurrent_step
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import chunks_per_segment
 from oracle import Case
-from truth import Kind, assert_alike, assert_same, draw, results
+from truth import Kind, assert_alike, assert_same, draw, results, results_of
 
 pytestmark = pytest.mark.gpu
 
@@ -38,13 +38,9 @@ def roomy() -> Iterator[None]:
 
 def run(x: dict[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
     """Forward and backward of some rows, on a plan that does not depend on their number."""
-    leaves = {name: y[rows].requires_grad_() for name, y in x.items()}
-    out = delta_rule(**leaves, batch_invariant=True, impl="triton")
-    loss = out.o, out.final_state
-    weights = leaves["v"].detach(), torch.ones_like(out.final_state)
-    gradients = torch.autograd.grad(loss, list(leaves.values()), weights)
-    found = dict(zip((f"d {name}" for name in leaves), gradients, strict=True))
-    return {"o": out.o.detach(), "final_state": out.final_state.detach(), **found}
+    call = partial(delta_rule, batch_invariant=True, impl=truth.IMPL)
+    own = {name: y[rows] for name, y in x.items()}
+    return results_of(own, call, lambda out: (own["v"], torch.ones_like(out.final_state)))
 
 
 @pytest.mark.usefixtures("roomy")
