@@ -251,6 +251,21 @@ def test_16_bits_are_computed_in_float32(operator, impl):
         assert relative_rms(y.double(), expected.double()) < 3e-6
 
 
+# What shares the dtype of the values, beside the states.
+SHARED = "q", "k", "v", "slots", "gates"
+
+
+@every
+@every_impl
+def test_gates_in_float64_are_computed_in_the_dtype_of_the_values(operator, impl):
+    x = {n: y.float() if y.is_floating_point() else y for n, y in operator.draw(1, 9).items()}
+    expected = operator.run(**x, impl=impl)
+    for name in set(operator.leaves(x)).difference(SHARED, operator.states):
+        found = operator.run(**(x | {name: x[name].double()}), impl=impl)
+        assert [y.dtype for y in found] == [y.dtype for y in expected], name
+        assert_alike(found, expected)
+
+
 def test_memories_stay_in_float32_beside_a_softmax_of_bfloat16():
     x = {name: y.float() for name, y in OPERATORS["two memories"].draw().items()}
     x |= {name: x[name].bfloat16() for name in ("q", "k", "v", "slots")}
@@ -264,8 +279,11 @@ def test_memories_stay_in_float32_beside_a_softmax_of_bfloat16():
 @pytest.mark.parametrize("sizes", [(2, 0), (0, 3), (1, 0, (0, 0)), (1, 0, ())])
 def test_nothing_to_read_leaves_a_copy_of_the_state(operator, impl, sizes):
     x = operator.draw(*sizes)
+    # A gradient goes through it, as through any other row of a data set.
+    x[operator.written].requires_grad_()
     o, *states = operator.run(**x, impl=impl)
     assert o.shape[:2] == sizes[:2]
+    assert o.requires_grad
     for y, name in zip(states, operator.states, strict=True):
         assert torch.equal(y, x[name])
         assert y.numel() == 0 or y.data_ptr() != x[name].data_ptr()

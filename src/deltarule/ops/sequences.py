@@ -18,9 +18,10 @@ def sequences_of(
     return [(row, 0, end) for row, end in enumerate(ends)]
 
 
-def computed(x: Tensor) -> Tensor:
-    """Widen 16-bit numbers to float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def computed(x: Tensor, like: Tensor | None = None) -> Tensor:
+    """Widen 16-bit numbers to float32; beside `like`, take the dtype that it is computed in."""
+    dtype = (x if like is None else like).dtype
+    return x.to(torch.promote_types(dtype, torch.float32))
 
 
 def per_value_head(x: Tensor, heads: int) -> Tensor:
@@ -32,7 +33,7 @@ def stack_rows(rows: list[list[Tensor]], like: Tensor) -> Tensor:
     """Outputs of each row's tokens -> [B, T, HV, V] like the given tensor, zero after the last."""
     o = [torch.stack(row) if row else like[0, :0] for row in rows]
     padded = [torch.cat([part, torch.zeros_like(like[0, len(part) :])]) for part in o]
-    return torch.stack(padded) if padded else torch.zeros_like(like)
+    return torch.stack(padded) if padded else like.clone()
 
 
 def stack_maps(maps: tuple[tuple[Tensor, ...], ...]) -> tuple[Tensor, ...]:

@@ -56,7 +56,7 @@ def delta_rule(
     if normalize_qk:
         q, k = unit_norm(q), unit_norm(k)
     keys, values = per_value_head(k, v.shape[2]), computed(v)
-    strength = None if beta is None else computed(beta).unsqueeze(-1)
+    strength = None if beta is None else computed(beta, v).unsqueeze(-1)
 
     def transition(state: Tensor, decay: Tensor, t: int) -> Tensor:
         state = state * decay
@@ -88,7 +88,7 @@ def dplr(
     o_t = scale * S_t q_t
     """
     keys, values = per_value_head(k, v.shape[2]), computed(v)
-    erase_query, erase_key = computed(a), computed(b)
+    erase_query, erase_key = computed(a, v), computed(b, v)
 
     def transition(state: Tensor, decay: Tensor, t: int) -> Tensor:
         erase = _outer(_read(state, erase_query[:, t]), erase_key[:, t])
@@ -130,8 +130,7 @@ def _run(
             state = transition(state, decay[:, t], t)
             outputs.append(_read(state, queries[:, t]))
         final_states.append(state)
-    empty = queries.new_zeros(batch, 0, heads, value_size)
-    o = torch.stack(outputs, dim=1) if outputs else empty
+    o = torch.stack(outputs, dim=1) if outputs else v.clone()
     final_state = torch.cat(final_states) if final_states else initial_state
     return RecurrentOutput(o.to(v.dtype), final_state.clone())
 

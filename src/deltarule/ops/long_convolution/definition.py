@@ -28,7 +28,7 @@ def long_convolution(
         for t in range(first, last):
             past.append(written[row, t])
             query = None if q is None else computed(q[row, t])
-            outputs[row].append(read(past, computed(taps), query).to(v.dtype))
+            outputs[row].append(read(past, computed(taps, v), query).to(v.dtype))
             past.pop(0)
         states.append(torch.stack(past) if past else earlier)
     state = torch.stack(states) if states else written.new_zeros(0, *size)

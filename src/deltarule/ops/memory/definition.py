@@ -36,8 +36,8 @@ def ttt(
 ) -> TTTOutput:
     heads, size = v.shape[2], len(step_scale)
     q, k = per_value_head(q, heads), per_value_head(k, heads)
-    values, beta, step_scale = computed(v), computed(beta), computed(step_scale)
-    norm = computed(norm_weight), computed(norm_bias), norm_eps
+    values, beta, step_scale = computed(v), computed(beta, v), computed(step_scale, v)
+    norm = computed(norm_weight, v), computed(norm_bias, v), norm_eps
 
     def loss(maps: Maps, key: Tensor, value: Tensor) -> Tensor:
         return 0.5 * (fitted(maps, key, *norm) - value).square().sum()
@@ -112,11 +112,13 @@ def titans(
 ) -> TitansOutput:
     heads = v.shape[2]
     q, k = per_value_head(q, heads), per_value_head(k, heads)
-    values, beta = computed(v), computed(beta)[..., None, None]
-    momentum = torch.zeros_like(beta) if momentum is None else computed(momentum)[..., None, None]
+    values, beta = computed(v), computed(beta, v)[..., None, None]
+    momentum = (
+        torch.zeros_like(beta) if momentum is None else computed(momentum, v)[..., None, None]
+    )
     decay = torch.ones_like(beta)
     if log_decay is not None:
-        decay = computed(log_decay).exp().expand(beta.shape[:3])[..., None, None]
+        decay = computed(log_decay, v).exp().expand(beta.shape[:3])[..., None, None]
     rows, finals = [list[Tensor]() for _ in range(q.shape[0])], []
     for n, (row, start, end) in enumerate(sequences_of(q, cu_seqlens, lengths)):
         M, S, anchor = (tuple(x[n] for x in maps) for maps in initial_state[:3])

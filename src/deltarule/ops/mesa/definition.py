@@ -30,11 +30,11 @@ def mesa(
     """Run along each sequence, token by token; `iterations` of None solves exactly."""
     heads, value_size, key_size = v.shape[2], v.shape[3], q.shape[3]
     q, k, values = per_value_head(q, heads), per_value_head(k, heads), computed(v)
-    ridge = computed(regularizer).diag_embed()
-    beta = computed(beta)[..., None, None]
+    ridge = computed(regularizer, v).diag_embed()
+    beta = computed(beta, v)[..., None, None]
     decay = torch.ones_like(beta)
     if log_decay is not None:
-        decay = computed(log_decay).exp().expand(beta.shape[:3])[..., None, None]
+        decay = computed(log_decay, v).exp().expand(beta.shape[:3])[..., None, None]
     spans = sequences_of(q, cu_seqlens)
     if initial_state is None:
         initial_state = MesaState(

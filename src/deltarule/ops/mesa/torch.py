@@ -145,7 +145,7 @@ def mesa(given: Arguments, backend: str) -> MesaOutput:
     else:
         table = torch.cat(state, dim=-2)
     if tokens == 0 or batch == 0:
-        return MesaOutput(v.new_zeros(batch, tokens, *v.shape[2:]), _split(table, key_size))
+        return MesaOutput(v.clone(), _split(table, key_size))
     size = chunk_size(tokens, None if cu_seqlens is None else sequences)
     chunks = lay_out(q, size, cu_seqlens=cu_seqlens)
     q, k, values = (chunks.cut(x.to(dtype)) for x in (q, k, v))

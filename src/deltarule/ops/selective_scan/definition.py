@@ -36,19 +36,19 @@ def selective_scan(
     batch, tokens, heads, value_size = v.shape
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # Every factor as [B or 1, T or 1, HV, V or 1, K or 1].
-    values, queries, keys = computed(v).unsqueeze(-1), entries(q, heads), entries(k, heads)
+    values, queries, keys = computed(v).unsqueeze(-1), entries(q, v), entries(k, v)
     decay = torch.ones_like(values)
     if delta is not None and A is not None:
-        decay = decay * torch.exp(computed(delta).unsqueeze(-1) * computed(A))
+        decay = decay * torch.exp(computed(delta, v).unsqueeze(-1) * computed(A, v))
     if value_log_decay is not None:
-        decay = decay * computed(value_log_decay).unsqueeze(-1).exp()
+        decay = decay * computed(value_log_decay, v).unsqueeze(-1).exp()
     if log_decay is not None:
-        decay = decay * entries(log_decay, heads).exp()
+        decay = decay * entries(log_decay, v).exp()
     if signed:
         decay = 2 * decay - 1
     write = values * keys
     if beta is not None:
-        strength = computed(beta).unsqueeze(-1)
+        strength = computed(beta, v).unsqueeze(-1)
         decay, write = decay * (1 - strength * keys.square()), strength * write
 
     bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
@@ -63,18 +63,17 @@ def selective_scan(
             state = state * decay[:, t] + write[:, t]
             outputs.append(scale * (state * queries[:, t % queries.shape[1]]).sum(-1))
         final_states.append(state)
-    empty = values.new_zeros(batch, 0, heads, value_size)
-    o = torch.stack(outputs, dim=1) if outputs else empty
+    o = torch.stack(outputs, dim=1) if outputs else v.clone()
     final_state = torch.cat(final_states) if final_states else initial_state
     return RecurrentOutput(o.to(v.dtype), final_state.clone())
 
 
-def entries(x: Tensor, heads: int) -> Tensor:
+def entries(x: Tensor, v: Tensor) -> Tensor:
     """[B, T, H, K] -> [B, T, HV, 1, K]; what is constant over time [HV, V, K] -> [1, 1, HV, V, K].
 
     Value head h reads key head h * H // HV.
     """
-    x = computed(x)
+    x = computed(x, v)
     if x.ndim == 3:
         return x[None, None]
-    return x.repeat_interleave(heads // x.shape[2], dim=2).unsqueeze(-2)
+    return x.repeat_interleave(v.shape[2] // x.shape[2], dim=2).unsqueeze(-2)

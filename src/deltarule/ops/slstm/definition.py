@@ -24,7 +24,7 @@ def slstm(
     for n, (row, first, last) in enumerate(sequences_of(gates, cu_seqlens, lengths)):
         state = before[n]
         for t in range(first, last):
-            state = step(computed(gates[row, t]), computed(recurrent), state)
+            state = step(computed(gates[row, t]), computed(recurrent, gates), state)
             outputs[row].append(state[:, 0].to(gates.dtype))
         states.append(state)
     o = stack_rows(outputs, gates[:, :, :, 0])

@@ -63,7 +63,7 @@ def trained(
     kind, (*maps, position) = type(state), state
     if q.shape[1] == 0 or q.shape[0] == 0:
         copies = (tuple(x.clone() for x in part) for part in maps)
-        return torch.zeros_like(v), kind(*copies, position.clone())
+        return v.clone(), kind(*copies, position.clone())
     dtype, heads = torch.promote_types(q.dtype, torch.float32), v.shape[2]
     layout = lay_out(q, size, position=position, lengths=lengths, cu_seqlens=cu_seqlens)
     q, k, values = (layout.cut(x.to(dtype)) for x in (q, k, v))
