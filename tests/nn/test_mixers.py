@@ -94,6 +94,16 @@ def test_packed_equals_separate(name, continued):
     assert name not in ATTENTION or state == {}
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (1, 0, 0), (1, 0, 2)], ids=str)
+def test_nothing_to_read_can_be_learned_from(name, shape):
+    """No rows; rows without tokens; no sequences in a packed row, or two without tokens."""
+    layer, x = make(name), inputs(*shape[:2]).requires_grad_()
+    y, _ = layer(x, cu_seqlens=deltarule.pack([0] * shape[2]) if shape[2:] else None)
+    y.sum().backward()
+    assert y.shape == x.shape == x.grad.shape
+
+
 MASKS = {
     "left": [[0] * 5 + [1] * 9, [1] * 14, [0] * 13 + [1]],
     "right": [[1] * 9 + [0] * 5, [1] * 14, [1] + [0] * 13],
@@ -458,9 +468,10 @@ def test_forward_and_backward_on_the_meta_device(name):
     assert all(p.grad is None or p.grad.shape == p.shape for p in layer.parameters())
 
 
+@pytest.mark.parametrize("kind", ["fake", "meta"])
 @pytest.mark.parametrize("name", NAMES)
-def test_models_take_fake_tokens_and_offsets(name):
-    with FakeTensorMode():
+def test_models_take_tokens_and_offsets_without_values(name, kind):
+    with FakeTensorMode() if kind == "fake" else torch.device("meta"):
         model = small_model(name, **({"window": 4} if MIXERS[name].takes("window") else {}))
         tokens = torch.randint(257, (1, 9))
         _, state = model(tokens)

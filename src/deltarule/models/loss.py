@@ -93,7 +93,8 @@ def linear_next_token_loss(
     _check_targets(targets, x.shape[:-1], "that of x", weight.shape[0], ignore_index)
     # In which F.linear would return x W^T.
     rows, dtype, kind = x.reshape(-1, x.shape[-1]), x.dtype, x.device.type
-    if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, weight.dtype):
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+    if autocast and torch.float64 not in (dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(kind)
     elif dtype != weight.dtype:
         raise ValueError(f"weight must be {dtype} like x outside autocast, got {weight.dtype}")

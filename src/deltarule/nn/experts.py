@@ -104,7 +104,7 @@ class Experts(nn.Module):
         of_expert = torch.arange(count, device=x.device)
         ends = torch.searchsorted(place[order], of_expert, right=True, out_int32=True)
         dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         given = rows.to(dtype)[order // self.num_experts_per_tok]
         if count < self.num_experts:

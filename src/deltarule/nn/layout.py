@@ -254,7 +254,7 @@ def in_rows(x: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
         return x, layout
     # To a compiler any document may be as long as all together.
     unknown = torch.compiler.is_compiling() or isinstance(layout.counts, FakeTensor)
-    unknown = unknown or not layout.sequences
+    unknown = unknown or layout.counts.is_meta or not layout.sequences
     tokens = layout.tokens if unknown else int(layout.counts.max())
     token = torch.arange(tokens, device=x.device)
     real = token < layout.counts.unsqueeze(1)

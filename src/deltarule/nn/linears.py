@@ -110,7 +110,9 @@ def together(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def as_multiplied(x: Tensor) -> Tensor:
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    # Meta tensors have no autocast to ask for: a function that knew it would be a call more.
+    autocast = not x.is_meta and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if autocast else x
 
 
 def in_one_node(x: Tensor, modules: Sequence[nn.Module]) -> list[Tensor] | None:
@@ -216,7 +218,7 @@ def products_of(
     """
     groups = groups_of(tuple([weight.shape for weight in weights]), SMALL)
     parts = [[weights[i] for i in group.places] for group in groups]
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         wholes = rounded([*parts, *others], [group.lacking for group in groups], x)
     else:
         pairs = zip(groups, parts, strict=True)

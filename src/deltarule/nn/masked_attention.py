@@ -155,9 +155,9 @@ def attend_in_blocks(
         first = (own[:, :1].unsqueeze(3) == own[:, :1].unsqueeze(2)).tril()
         same = own[:, 1:].unsqueeze(3) == with_block_before(own).unsqueeze(2)
         others = others & same.transpose(0, 1)
-    o = attend(q[:, 0], k[:, 0], v[:, 0], first)
+    o, later = attend(q[:, 0], k[:, 0], v[:, 0], first), q.shape[1] - 1
     q, k, v = (x.flatten(0, 1) for x in (q[:, 1:], with_block_before(k), with_block_before(v)))
-    after = attend(q, k, v, others).unflatten(0, (batch, -1)).flatten(1, 2)
+    after = attend(q, k, v, others).unflatten(0, (batch, later)).flatten(1, 2)
     return torch.cat([o, after], dim=1)[:, :tokens]
 
 

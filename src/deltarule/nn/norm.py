@@ -187,7 +187,7 @@ def rounds_to(x: Tensor, modules: Sequence[nn.Module]) -> torch.dtype | None:
     kind = x.device.type
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
-    if x.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
+    if x.dtype != torch.float32 or x.is_meta or not torch.is_autocast_enabled(kind):
         return None
     weights = linears.plain_weights(modules)
     if not weights or len(weights) < len(modules) or not are_plain_eager(weights):

@@ -158,14 +158,15 @@ def shifted_sums(x: Tensor, weight: Tensor, bias: Tensor | None, before: int) ->
     *others, last = weight.mT.contiguous().unbind()
     newest = x[:, len(others) - before :]
     y = newest * last if bias is None else torch.addcmul(bias, newest, last)
-    for tap, (to, inputs) in zip(others, shifts(x, y.shape[1], before), strict=False):
+    steps = shifts(x, len(others), y.shape[1], before)
+    for tap, (to, inputs) in zip(others, steps, strict=True):
         (y[:, to:] if to else y).addcmul_(inputs, tap)
     return y
 
 
-def shifts(x: Tensor, tokens: int, before: int) -> Iterator[tuple[int, Tensor]]:
+def shifts(x: Tensor, taps: int, tokens: int, before: int) -> Iterator[tuple[int, Tensor]]:
     """For each tap, its first output and the inputs that it weighs."""
-    for tap in range(x.shape[1] + before - tokens + 1):
+    for tap in range(taps):
         to, start = max(before - tap, 0), max(tap - before, 0)
         yield to, x[:, start : start + max(tokens - to, 0)]
 
@@ -187,10 +188,11 @@ class Convolution(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
             taps = weight.mT.contiguous().unbind()
-            for tap, (to, into) in zip(taps, shifts(dx, dy.shape[1], ctx.before), strict=True):
+            steps = shifts(dx, len(taps), dy.shape[1], ctx.before)
+            for tap, (to, into) in zip(taps, steps, strict=True):
                 into.addcmul_(dy[:, to:], tap)
         if ctx.needs_input_grad[1]:
-            pairs = shifts(x, dy.shape[1], ctx.before)
+            pairs = shifts(x, weight.shape[1], dy.shape[1], ctx.before)
             d_taps = torch.stack([part_sums(dy[:, to:], inputs) for to, inputs in pairs], 1)
         if ctx.needs_input_grad[2]:
             d_bias = dy.sum((0, 1))

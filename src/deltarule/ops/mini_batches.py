@@ -93,7 +93,7 @@ class MiniBatches(NamedTuple):
     def join(self, x: Tensor) -> Tensor:
         """[M, R, heads, S, C] -> [B, T, heads, C]."""
         rows = x.permute(1, 0, 3, 2, 4)
-        return take(rows.reshape(len(self.place), -1, *rows.shape[3:]), self.place)
+        return take(rows.reshape(*self.token.shape, *rows.shape[3:]), self.place)
 
     def completes(self, size: int) -> Tensor:
         """[M, R] whether the mini-batch of this many tokens is full."""

@@ -12,7 +12,11 @@ from deltarule.ops.chunks import Group, Packed, Window
 def packed_groups(
     cu_seqlens: Tensor, tokens: int, size: int, window: int, device: torch.device
 ) -> list[Group]:
-    offsets = cu_seqlens.cpu().numpy().astype(np.int64)
+    if cu_seqlens.is_meta:
+        # Results have the same shapes whatever the lengths are: the first sequence is all.
+        offsets = tokens * np.arange(len(cu_seqlens)).clip(max=1)
+    else:
+        offsets = cu_seqlens.cpu().numpy().astype(np.int64)
     lengths = np.diff(offsets)
     # Compiled code and GPUs get here unchecked; a token that no sequence owns is never written.
     if offsets[0] != 0 or offsets[-1] != tokens or (lengths < 0).any():
