@@ -1,5 +1,6 @@
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,6 +63,18 @@ def test_a_stop_token_ends_its_row_only(way, device, make_model, random_tokens, 
     for row, expected in zip(got, full, strict=True):
         assert row == expected[: expected.index(stop) + 1 if stop in expected else 70]
     assert len(got[1]) <= 6
+
+
+def test_integers_of_any_library_and_lists_read_once(make_model):
+    """Stops and prompts as NumPy and PyTorch give them, and as they come one by one."""
+    model = make_model()
+    full = model.generate([[1, 2], [3]], max_new_tokens=8, seed=0)
+    stop, rows = full[0][2], (np.array([1, 2]), (np.int64(3),))
+    expected = model.generate([[1, 2], [3]], max_new_tokens=8, seed=0, stop=[stop])
+    assert expected != full
+    for stops in ([np.int64(stop)], np.array([stop]), torch.tensor([stop]), iter([stop])):
+        found = model.generate(iter(rows), max_new_tokens=8, seed=0, stop=stops)
+        assert found == expected, stops
 
 
 def test_a_stop_sequence_counts_in_the_added_tokens_only(make_model, random_tokens):
@@ -129,10 +142,12 @@ def test_finished_rows_cost_no_steps(make_model, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"min_p": 0.0}, "min_p must lie in"),
-        ({"min_p": 1.5}, "min_p must lie in"),
+        ({"min_p": 0.0}, "min_p must be a number in"),
+        ({"min_p": 1.5}, "min_p must be a number in"),
+        ({"min_p": "a"}, r"min_p must be a number in \(0, 1\], got 'a'"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be a number above 0"),
         ({"repetition_penalty": float("nan")}, "repetition_penalty must be a number above 0"),
+        ({"repetition_penalty": None}, "repetition_penalty must be a number above 0, got None"),
         ({"repetition_penalty": 2.0, "draft": 3}, "draft must be 0 with a repetition_penalty"),
         ({"draft": -1}, "draft must be an integer of 0 or more"),
         ({"draft": 16}, "draft must be below 16, got 16"),
@@ -140,16 +155,20 @@ def test_finished_rows_cost_no_steps(make_model, monkeypatch):
         ({"max_new_tokens": -1}, "max_new_tokens must be an integer of 0 or more, got -1"),
         ({"temperature": -1}, "temperature must be a finite number of 0 or more, got -1"),
         ({"temperature": float("nan")}, "temperature must be a finite number"),
-        ({"temperature": "warm"}, "temperature must be a finite number of 0 or more, got warm"),
+        ({"temperature": "warm"}, "temperature must be a finite number of 0 or more, got 'warm'"),
         ({"top_k": 0}, "top_k must be an integer of 1 or more, got 0"),
-        ({"top_p": 0}, r"top_p must lie in \(0, 1\], got 0"),
-        ({"top_p": 1.5}, r"top_p must lie in \(0, 1\], got 1.5"),
+        ({"top_p": 0}, r"top_p must be a number in \(0, 1\], got 0"),
+        ({"top_p": 1.5}, r"top_p must be a number in \(0, 1\], got 1.5"),
         ({"seed": -1}, "seed must be an integer of 0 or more, got -1"),
         ({"seed": 2**64}, "seed must be below"),
         ({"stop": [[]]}, "stop holds an empty sequence"),
         ({"stop": [257]}, r"stop must hold tokens in \[0, 257\), got 257"),
         ({"stop": 3}, "stop must be a list of tokens or of token sequences, got 3"),
-        ({"stop": ["\n"]}, "stop must hold tokens or sequences of tokens"),
+        ({"stop": ["\n"]}, "stop must be a list of tokens or of token sequences"),
+        ({"cuda_graphs": "no"}, "cuda_graphs must be True, False or None, got 'no'"),
+        ({"state": 3}, "state must hold the states of 4 layers, got int: give what this"),
+        ({"state": ({},) * 4}, "state must hold the states of 4 layers, got tuple: give what"),
+        ({"prompts": None}, "prompts must be a list of token lists, got NoneType"),
         ({"prompts": "text"}, "prompts must be a list of token lists, got text"),
         ({"prompts": ["text"]}, r"prompts must be .*, got text: .*bytes.encode\(text\)"),
         ({"prompts": [1, 2]}, r"prompts\[0\] must be a list of tokens, got 1"),

@@ -1,5 +1,6 @@
 """Wrong arguments are named, with what was given and what was expected: a table for each call."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -435,16 +436,24 @@ def test_what_python_itself_refuses():
         delta_rule(**GOOD, chunk_size=64)
 
 
-@pytest.mark.parametrize("length", [-1, 2.0, True, "3"])
+@pytest.mark.parametrize("length", [-1, 2.0, True, "3", np.float32(2), ONE(()), [2]], ids=repr)
 def test_pack_wants_lengths(length):
     with pytest.raises(ValueError, match="lengths must be integers of 0 or more"):
         pack([3, length])
+
+
+@pytest.mark.parametrize("lengths", [None, 3, ONE(()).long()], ids=repr)
+def test_pack_wants_a_list(lengths):
+    with pytest.raises(ValueError, match="lengths must be a list of integers of 0 or more, got "):
+        pack(lengths)
 
 
 def test_pack():
     assert pack([]).tolist() == [0]
     assert pack([2, 0, 3]).tolist() == [0, 2, 2, 5]
     assert pack([2]).dtype == torch.int64
+    assert pack(np.array([2, 0, 3])).tolist() == [0, 2, 2, 5]
+    assert pack([np.uint8(200), 100]).tolist() == [0, 200, 300]
     mask = torch.tensor([[True, True, False], [True, True, True]])
     assert pack(mask.sum(1)).tolist() == [0, 2, 5]
 

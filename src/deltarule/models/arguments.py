@@ -1,10 +1,9 @@
 """What a language model and its generation refuse, whatever its layers, and what rows come to."""
 
-import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from deltarule.models.bytes import BEGIN, VOCAB_SIZE
 from deltarule.models.sampling import DAMAGED, Sampling
 from deltarule.nn import ModelState
-from deltarule.nn.checks import check_integer
+from deltarule.nn.checks import check_flags, check_integer, is_number
 from deltarule.nn.layout import check_mask
 from deltarule.ops.checks import check_axes, readable
 from deltarule.ops.context import Context, check_context
@@ -61,10 +60,10 @@ def check_inputs(
 
 def check_state(state: ModelState, sequences: int, num_layers: int) -> None:
     """A state of this many layers and sequences; each layer checks the rest of the shape."""
-    others = [type(layer).__name__ for layer in state if not isinstance(layer, dict)]
-    if others or len(state) != num_layers:
+    if not isinstance(state, ModelState) or len(state) != num_layers:
+        given = len(state) if isinstance(state, ModelState) else type(state).__name__
         raise ValueError(
-            f"state must hold the states of {num_layers} layers, got {others or len(state)}: "
+            f"state must hold the states of {num_layers} layers, got {given}: "
             "give what this model returned beside the logits"
         )
     rows = {len(tensor) for layer in state for tensor in layer.values()}
@@ -81,32 +80,26 @@ class Options:
 
     max_new_tokens: int
     sampling: Sampling
-    stop: Sequence[Stop]
+    stops: list[list[int]]
     seed: int | None
     cuda_graphs: bool
     draft: int
 
-    @property
-    def stops(self) -> list[list[int]]:
-        return [
-            [stop] if isinstance(stop, int) else list(map(operator.index, stop))
-            for stop in self.stop
-        ]
-
-    def check(self, vocab_size: int) -> None:
+    def check(self) -> None:
         """Refuse what cannot be meant, naming the argument."""
         check_integer("max_new_tokens", self.max_new_tokens, smallest=0)
         temperature, top_k, *shares, penalty = self.sampling
-        warm = isinstance(temperature, float | int) and math.isfinite(temperature)
-        if not warm or temperature < 0:
-            raise ValueError(f"temperature must be a finite number of 0 or more, got {temperature}")
+        if not is_number(temperature) or temperature < 0:
+            raise ValueError(
+                f"temperature must be a finite number of 0 or more, got {temperature!r}"
+            )
         if top_k is not None:
             check_integer("top_k", top_k, smallest=1)
         for name, share in zip(("top_p", "min_p"), shares, strict=True):
-            if share is not None and not 0 < share <= 1:
-                raise ValueError(f"{name} must lie in (0, 1], got {share}")
-        if not 1e-30 <= penalty <= 1e30:
-            raise ValueError(f"repetition_penalty must be a number above 0, got {penalty}")
+            if share is not None and not (is_number(share) and 0 < share <= 1):
+                raise ValueError(f"{name} must be a number in (0, 1], got {share!r}")
+        if not is_number(penalty) or not 1e-30 <= penalty <= 1e30:
+            raise ValueError(f"repetition_penalty must be a number above 0, got {penalty!r}")
         if penalty != 1 and self.draft:
             raise ValueError(
                 f"draft must be 0 with a repetition_penalty, got {self.draft}: a guess would count "
@@ -119,19 +112,32 @@ class Options:
         check_integer("draft", self.draft, smallest=0)
         if self.draft >= MAX_TOKENS:
             raise ValueError(f"draft must be below {MAX_TOKENS}, got {self.draft}")
-        if isinstance(self.stop, int | str | bytes):
-            raise ValueError(
-                f"stop must be a list of tokens or of token sequences, got {self.stop!r}"
-            )
-        try:
-            stops = self.stops
-        except TypeError:
-            what = f"tokens or sequences of tokens, got {self.stop!r}"
-            raise ValueError(f"stop must hold {what}") from None
-        for sequence in stops:
-            if not sequence:
-                raise ValueError("stop holds an empty sequence, which would end every row at once")
-            check_range("stop", sequence, vocab_size)
+        check_flags({"cuda_graphs": self.cuda_graphs})
+
+
+def read_stops(stop: Sequence[Stop], vocab_size: int) -> list[list[int]]:
+    """Return what ends a row as sequences of tokens, a token alone as one of its own."""
+    try:
+        if isinstance(stop, str | bytes):
+            raise TypeError
+        stops = [as_tokens(given) for given in stop]
+    except TypeError:
+        raise ValueError(
+            f"stop must be a list of tokens or of token sequences, got {stop!r:.80}"
+        ) from None
+    for sequence in stops:
+        if not sequence:
+            raise ValueError("stop holds an empty sequence, which would end every row at once")
+        check_range("stop", sequence, vocab_size)
+    return stops
+
+
+def as_tokens(given: Any) -> list[int]:
+    """Integers of any library; one alone is a sequence of one."""
+    try:
+        return [operator.index(given)]
+    except TypeError:
+        return list(map(operator.index, given))
 
 
 def check_range(name: str, tokens: list[int], vocab_size: int) -> None:
@@ -143,7 +149,11 @@ def check_prompts(
     model: "CausalLM", prompts: Sequence[Prompt], state: ModelState | None
 ) -> list[list[int]]:
     """Return every prompt as a list of at least one token."""
-    if isinstance(prompts, str | bytes) or any(isinstance(text, str) for text in prompts):
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a list of token lists, got {type(prompts).__name__}")
+    # What is made as it is read can be read once.
+    prompts = [prompts] if isinstance(prompts, str | bytes) else [*prompts]
+    if any(isinstance(text, str | bytes) for text in prompts):
         raise ValueError(
             "prompts must be a list of token lists, got text: deltarule.models.bytes.encode(text) "
             "makes tokens"
@@ -173,7 +183,8 @@ def check_prompts(
         check_range(name, row, vocab_size)
         rows.append(row or [BEGIN])
     if state is not None:
-        one_for_all = all(len(x) == 1 for s in state if isinstance(s, dict) for x in s.values())
+        known = state if isinstance(state, ModelState) else ()
+        one_for_all = all(len(x) == 1 for layer in known for x in layer.values())
         check_state(state, 1 if one_for_all else len(rows), model.config.num_layers)
     return rows
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltarule.models.adjoined import adjoin_projections, captured_parameters
-from deltarule.models.arguments import Options, Prompt, Rows, Stop, check_prompts
+from deltarule.models.arguments import Options, Prompt, Rows, Stop, check_prompts, read_stops
 from deltarule.models.decoder import Decoder, DraftDecoder, as_written, captured, lend, room_for
 from deltarule.models.late import Late
 from deltarule.models.prompts import most_tokens, side_by_side
@@ -93,9 +93,10 @@ def generate(
         >>> [len(row) for row in rows]
         [5, 5]
     """
+    stops = read_stops(stop, model.config.vocab_size)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    options = Options(max_new_tokens, sampling, stop, seed, cuda_graphs, draft)
-    options.check(model.config.vocab_size)
+    options = Options(max_new_tokens, sampling, stops, seed, cuda_graphs, draft)
+    options.check()
     tokens = check_prompts(model, prompts, state)
     added: list[list[int]] = [[] for _ in tokens]
     for row, token in _sample(model, tokens, options, state):
@@ -134,9 +135,10 @@ def stream(
         >>> len(list(model.stream([1, 2, 3], max_new_tokens=5)))
         5
     """
+    stops = read_stops(stop, model.config.vocab_size)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    options = Options(max_new_tokens, sampling, stop, seed, cuda_graphs, draft)
-    options.check(model.config.vocab_size)
+    options = Options(max_new_tokens, sampling, stops, seed, cuda_graphs, draft)
+    options.check()
     tokens = check_prompts(model, [prompt], state)
     return (token for _, token in _sample(model, tokens, options, state))
 

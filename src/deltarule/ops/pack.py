@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -28,11 +29,15 @@ def pack(lengths: Iterable[int] | Tensor) -> Offsets:
         >>> pack([3, 0, 5])
         tensor([0, 3, 3, 8])
     """
-    numbers = lengths.tolist() if isinstance(lengths, Tensor) else [*lengths]
+    if isinstance(lengths, Tensor):
+        lengths = lengths.tolist()
+    if not isinstance(lengths, Iterable):
+        raise ValueError(f"lengths must be a list of integers of 0 or more, got {lengths!r}")
+    numbers = [*lengths]
     for length in numbers:
-        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+        if isinstance(length, bool) or not isinstance(length, Integral) or length < 0:
             raise ValueError(f"lengths must be integers of 0 or more, got {length!r}")
-    return torch.tensor([0, *accumulate(numbers)], dtype=torch.int64)
+    return torch.tensor([0, *accumulate(map(int, numbers))], dtype=torch.int64)
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
