@@ -81,8 +81,7 @@ def eager_key(
 
     `tensors` and `options` are the fields of `Inputs`, in order.
     """
-    # Asked first, so that compiled code does not depend on what was recorded. Where nothing was,
-    # Triton may not be installed.
+    # In this order: compiled code reads no recordings; where there are none, Triton may be missing.
     if not is_plain_eager() or not recordings or impl not in IMPLS:
         return None
     n_steps, scale, normalize_qk, batch_invariant = options
