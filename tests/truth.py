@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from itertools import product
 from typing import NamedTuple, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -114,6 +115,13 @@ def part(case: Case, x: Tensors, tokens: slice) -> Tensors:
             n = rows_of(case, name)
             cut[name] = y[:, tokens.start * n : tokens.stop * n]
     return cut
+
+
+def second_gpu() -> torch.device:
+    """One that is not the current one; without it there is no test."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU only")
+    return torch.device("cuda:1")
 
 
 @contextmanager

@@ -19,13 +19,11 @@ from deltarule.ops.delta_rule import implementations
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton.plan import LEAST_READS, full_tiles, new_plan
 from deltarule.ops.runtime import machine
+from kernels.interpreted import interpreted
 from tolerance import assert_close
 
 CPU = torch.device("cpu")
 TINY = Configuration("tied", "head", 1, "float32", 16, 16)
-interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels are compiled here: run `deltarule doctor`"
-)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from deltarule.ops.dispatch import always
 from oracle import NAMES, Case
 
 interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels are compiled here: see tests/ops/test_on_gpu.py"
+    torch.cuda.is_available(), reason="kernels are compiled here: tests on a GPU run them"
 )
 
 

@@ -22,6 +22,7 @@ from deltarule.ops.runtime.launch import HERE, Launch, there
 from neighbours import MAKERS, with_gradients
 from ops.contract import OPERATORS as CONTRACT
 from ops.contract import gradients
+from truth import second_gpu
 
 FOLDER = Path(deltarule.ops.__file__).parent
 
@@ -185,19 +186,17 @@ OPERATORS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", OPERATORS.values(), ids=OPERATORS)
 def test_a_gpu_that_is_not_the_current_one(make, monkeypatch) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("there is one GPU only")
-    run, seen = make(), []
+    second, run, seen = str(second_gpu()), make(), []
     with torch.cuda.device(0):
         expected = run("cuda:0")
-        found = run("cuda:1")
+        found = run(second)
         # Through Triton's search, with a look at the device of each launch.
         hook = lambda metadata: seen.append(torch.cuda.current_device())  # noqa: E731
         monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hook)
-        watched = run("cuda:1")
+        watched = run(second)
         assert torch.cuda.current_device() == 0
     assert set(seen) == {1}
     for x, y, z in zip(expected, found, watched, strict=True):
-        assert y.device == z.device == torch.device("cuda:1")
+        assert y.device == z.device == torch.device(second)
         assert torch.equal(x.cpu(), y.cpu())
         assert torch.equal(x.cpu(), z.cpu())

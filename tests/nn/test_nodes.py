@@ -21,15 +21,13 @@ from deltarule.nn.layout import make_layout
 from deltarule.nn.norm import GatedRMSNorm
 from deltarule.ops.fused.swiglu import swiglu
 from deltarule.ops.operators import direct
+from kernels.interpreted import interpreted
 from nodes import kept, nodes_of
 from promised import promised
 from tolerance import assert_close, relative_rms
 
 promised("triton")
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(),
-    reason="kernels are compiled here: see test_on_gpu and test_neighbours_on_gpu",
-)
+pytestmark = interpreted
 
 
 @pytest.fixture(autouse=True)

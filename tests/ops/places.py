@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from kernels.interpreted import interpreted
 from oracle import Case, on
 
 
@@ -25,8 +26,7 @@ class Place(NamedTuple):
         return on(self.device, case.to(self.dtype))
 
 
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-INTERPRETED = pytest.param(Place("triton", "cpu", torch.float32), id="triton", marks=no_gpu)
+INTERPRETED = pytest.param(Place("triton", "cpu", torch.float32), id="triton", marks=interpreted)
 IN_PYTORCH = [pytest.param(Place(impl), id=impl) for impl in ("torch", "reference")]
 ON_CPU = [INTERPRETED, *IN_PYTORCH]
 ON_GPU = [

@@ -14,6 +14,7 @@ from deltarule.ops.memory.torch import triton_scan
 from deltarule.ops.mesa import api as mesa_api
 from deltarule.ops.selective_scan import api as scan_api
 from deltarule.ops.slstm import api as slstm_api
+from kernels.interpreted import interpreted
 from opchecked import opcheck_all
 from ops import memories
 from ops.contract import (
@@ -103,13 +104,12 @@ LARGE = {
 }  # fmt: skip
 # What runs in PyTorch on a GPU, and on the kernels of the delta rule.
 OTHERS = {"two memories": slots(), **{f"{k} keys": convolution(k, 50) for k in (None, 1, 3)}}
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-here = [pytest.param("cpu", marks=no_gpu), pytest.param("cuda", marks=pytest.mark.gpu)]
+here = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def each(here, there=()):
     """Tests of these operators in the interpreter, and of those on a GPU."""
-    few = [pytest.param("cpu", name, marks=no_gpu) for name in here]
+    few = [pytest.param("cpu", name, marks=interpreted) for name in here]
     many = [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in there]
     return pytest.mark.parametrize(("device", "operator"), [*few, *many], indirect=True)
 

@@ -121,9 +121,7 @@ def test_another_stream_gives_the_same_numbers(kind: Kind, form: str) -> None:
 
 
 def test_a_gpu_that_is_not_the_current_one(kind: Kind) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("there is one GPU only")
-    drawn, second = drawn_call(kind, "ragged"), torch.device("cuda:1")
+    second, drawn = truth.second_gpu(), drawn_call(kind, "ragged")
     there = Drawn(placed(drawn.case, second), tuple(x.to(second) for x in drawn.weights))
     expected = results(drawn)
     assert torch.cuda.current_device() == 0

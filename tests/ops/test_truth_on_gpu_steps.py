@@ -81,9 +81,7 @@ def test_a_step_on_another_stream(kind: Kind) -> None:
 
 
 def test_a_step_on_a_gpu_that_is_not_the_current_one(kind: Kind) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("there is one GPU only")
-    drawn, second = draw(kind.case(tokens=2)), torch.device("cuda:1")
+    second, drawn = truth.second_gpu(), draw(kind.case(tokens=2))
     expected = state_of(drawn, torch.float32)
     there = drawn._replace(case=truth.placed(drawn.case, second))
     state = state_of(there, torch.float32)
