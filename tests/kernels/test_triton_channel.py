@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kernels.interpreted import interpreted, on_the_cpu
-from kernels.test_triton_kernels import check_causal
-from oracle import Case, check, compared, make_case
+from kernels.test_triton_kernels import check_causal, small
+from oracle import Case, check, compared
 from promised import promised
 from tolerance import relative_rms
 
@@ -22,12 +22,6 @@ from deltarule.ops.delta_rule.triton import channel_flagged, channel_stages
 
 __all__ = ["on_the_cpu"]
 pytestmark = [interpreted, pytest.mark.usefixtures("on_the_cpu")]
-
-
-def small(decay: str, erase: str, **sizes: object) -> Case:
-    """One head, a chunk and a bit."""
-    defaults = {"batch": 1, "heads": 1, "value_heads": 1, "tokens": 66, "key_size": 5}
-    return make_case(decay, erase, **defaults | sizes, dtype=torch.float32)
 
 
 def check_roughly(case: Case, size: float = 1.0, save: bool = True, roundings: int = 8) -> None:
