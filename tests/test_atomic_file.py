@@ -41,6 +41,22 @@ def test_a_place_that_is_none_is_named(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_a_killed_process_left_aside_is_removed_by_the_next(tmp_path):
+    killed = tmp_path / f".a.{16 * '0'}.tmp"
+    for mine in (killed, tmp_path / f".b.{16 * '0'}.tmp", tmp_path / ".a.mine.tmp"):
+        mine.mkdir()
+        (mine / "half").touch()
+    # One who still writes keeps its own.
+    with new_folder(tmp_path / "a") as first:
+        (first / "whole").touch()
+        with new_folder(tmp_path / "a"):
+            assert first.is_dir()
+            assert not killed.exists()
+        (tmp_path / "a").rmdir()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".a.mine.tmp", f".b.{16 * '0'}.tmp", "a"]
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["whole"]
+
+
 def test_a_write_is_synced_before_it_is_moved_and_a_second_writer_spoils_nothing(
     tmp_path, monkeypatch
 ):

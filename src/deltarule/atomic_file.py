@@ -1,6 +1,7 @@
 """Files and folders that are whole at any moment: written aside, fsynced, moved into place."""
 
 import contextlib
+import glob
 import json
 import os
 import secrets
@@ -9,6 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows has no flock.
+    fcntl = None  # type: ignore[assignment]
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -59,14 +65,21 @@ def filling(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Fill a folder aside, then move it into place, under new parents: it is whole or absent."""
+    """Fill a folder aside, then move it into place, under new parents: it is whole or absent.
+
+    What a killed process left aside is removed; that of one that still writes is locked.
+    """
     if os.path.lexists(path):
         raise ValueError(f"{path} exists already: choose another folder, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.tmp"):
+        with locked(left) as free:
+            if free:
+                shutil.rmtree(left, ignore_errors=True)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         aside.mkdir()
-        with filling(path):
+        with locked(aside), filling(path):
             yield aside
         for file in aside.iterdir():
             sync(file)
@@ -76,6 +89,23 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
     if os.name == "posix":
         sync(path.parent)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Hold a folder, or say that it cannot be: another process does, or files have no locks here.
+
+    A process that dies lets go of it.
+    """
+    with contextlib.ExitStack() as stack:
+        free = False
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                descriptor = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                free = True
+        yield free
 
 
 def sync(path: Path) -> None:

@@ -177,8 +177,9 @@ def read_flags(name: str, command: Command, words: list[str]) -> Any:
     given = parse(name, command, words, default=None)
     if not getattr(given, "resume", False):
         return given
-    from deltarule.train.run_folder import folder_to_resume, stored_configuration
+    from deltarule.train.run_folder import check_data, folder_to_resume, stored_configuration
 
+    check_data(getattr(given, "data", None), given.runs, name)
     folder = folder_to_resume(given.runs, given.name, name)
     stored = stored_configuration(folder, command.flags, name)
     # A run that was copied or moved goes on where it is now, not where it was started.

@@ -30,6 +30,7 @@ def test_a_small_task_is_learned_shown_and_drawn(tmp_path, capsys):
     rows = read_metrics(tmp_path / "mqar-deltanet" / "metrics.jsonl")
     assert rows[-1] == {"step": 300, "final_accuracy": accuracy}
     assert train_mqar(dataclasses.replace(run, resume=True)) == accuracy
+    assert read_metrics(tmp_path / "mqar-deltanet" / "metrics.jsonl") == rows
 
 
 def test_an_unknown_layer_is_named(tmp_path):

@@ -9,14 +9,19 @@ import shutil
 import time
 
 import pytest
+import torch
 
+from deltarule.cli import FAILED, main
 from deltarule.models import CausalLM
+from deltarule.models.convert.copy import convert
+from deltarule.models.files import INDEX
 from deltarule.train.documents import DataError
 from deltarule.train.loop import LoopOptions
 from deltarule.train.metrics import read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.report import EvalRun, evaluate_run
 from deltarule.train.run_folder import RunFolderError
+from deltarule.train.runs import load_model
 from deltarule.train.sample import GenerateRun, generate_text
 from deltarule.train.text import ModelOptions, TextRun, train_text
 from small import crash_at, small_run
@@ -56,9 +61,24 @@ def test_the_folder_holds_all_that_was_promised_and_what_was_learned(folder):
 
 
 def test_the_saved_model_is_the_trained_one(folder, run):
-    straight = (folder / "model.safetensors").read_bytes()
+    straight = [(folder / name).read_bytes() for name in ("model.safetensors", "metrics.jsonl")]
     assert train_text(dataclasses.replace(run, name=folder.name, resume=True)) == folder
-    assert (folder / "model.safetensors").read_bytes() == straight
+    again = [(folder / name).read_bytes() for name in ("model.safetensors", "metrics.jsonl")]
+    assert again == straight
+
+
+def test_a_model_in_several_files_is_read_as_in_one(folder, tmp_path):
+    convert(folder, tmp_path / "several", shard_size=5000)
+    assert (tmp_path / "several" / INDEX).exists()
+    several, one = (load_model(x, "cpu").state_dict() for x in (tmp_path / "several", folder))
+    assert all(torch.equal(several[name], x) for name, x in one.items())
+
+
+def test_a_run_after_resume_is_told_how_it_goes_on(folder, capsys):
+    for word in (str(folder), folder.name):
+        assert main(["train", "text", "--resume", word, "--runs", str(folder.parent)]) == FAILED
+        says = f"--resume {word}: a run is not data; it goes on with: deltarule train text"
+        assert f"{says} --resume --name {folder.name}\n" in capsys.readouterr().err
 
 
 def test_generate_takes_prompts_from_anywhere(folder, tmp_path, capsys, monkeypatch):

@@ -27,18 +27,22 @@ Sink = Callable[[Row], object]
 class Metrics:
     """Appends rows to a file; every row holds its step.
 
-    Rows after the step `after` are dropped first: a resumed run writes them again. A `quiet` one
-    writes nothing: another process does. `also` takes each row, too.
+    Rows after the step `after` are dropped first: a resumed run writes them again, and once at its
+    `end` that of its final figures. A `quiet` one writes nothing: another process does. `also`
+    takes each row, too.
     """
 
     def __init__(
-        self, path: Path, *, after: int, quiet: bool = False, also: Sequence[Sink] = ()
-    ) -> None:
+        self, path: Path, *, after: int, end: bool = False, quiet: bool = False,
+        also: Sequence[Sink] = (),
+    ) -> None:  # fmt: skip
         self._also = also
         if quiet:
             self._file: IO[str] = io.StringIO()
             return
         rows = [row for row in read_metrics(path) if row["step"] <= after]
+        if end:
+            rows = [row for row in rows if row["step"] < after or not is_final(row)]
         kept = "".join(_line(row) for row in rows)
         write_text(path, kept)
         self._file = path.open("a", encoding="utf-8")
@@ -74,6 +78,10 @@ def read_metrics(path: Path) -> list[Row]:
     if bad:
         print(f"note: {path}: left out {len(bad)} of {len(lines) - 1} lines; {bad[0]}")
     return rows
+
+
+def is_final(row: Row) -> bool:
+    return any(name.startswith("final_") for name in row)
 
 
 def _line(row: Row) -> str:

@@ -84,7 +84,7 @@ def finish(run: MqarRun, trainer: Trainer) -> None:
     print(f"\naccuracy {accuracy:.2%} on {run.evaluation_rows:,} new rows "
           f"(chance {run.task.chance:.1%})")  # fmt: skip
     path = trainer.folder / "metrics.jsonl"
-    with Metrics(path, after=trainer.step, also=trainer.also) as metrics:
+    with Metrics(path, after=trainer.step, end=True, also=trainer.also) as metrics:
         metrics.write({"step": trainer.step, "final_accuracy": accuracy})
     loss_curve(
         read_metrics(path), trainer.folder / "accuracy.png", trained="accuracy",

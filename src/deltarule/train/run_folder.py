@@ -115,6 +115,16 @@ def folder_to_resume(runs: Path, name: str | None, command: str) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime_ns).parent
 
 
+def check_data(data: str | None, runs: Path, command: str) -> None:
+    """Refuse a run in the place of data: it is what --resume seems to ask for."""
+    for folder in () if data is None else (Path(data), runs / data):
+        if (folder / RUN).is_file():
+            raise RunFolderError(
+                f"--resume {data}: a run is not data; it goes on with: deltarule {command} "
+                f"--resume --name {folder.name}"
+            )
+
+
 def check_name(name: str) -> None:
     if name in ("", ".", "..") or Path(name).name != name or not name.isprintable():
         raise RunFolderError(f"--name {name!r}: give a plain name; --runs sets the folder above it")

@@ -15,7 +15,7 @@ from deltarule.config_file import flat, to_toml
 from deltarule.json_file import fitted
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
-from deltarule.models.files import CONFIG, WEIGHTS, naming, read_config
+from deltarule.models.files import CONFIG, INDEX, WEIGHTS, naming, read_config
 from deltarule.train import checkpoint
 from deltarule.train.metrics import figures, read_metrics
 from deltarule.train.progress import for_screen
@@ -135,8 +135,10 @@ def load_model(folder: Path, device: torch.device, *, of_bytes: bool = True) -> 
     read_weights = partial(checkpoint.read_checkpoint, optimizer=False)
     if (folder / checkpoint.MARKER).exists():
         model = checkpoint_model(read_weights(folder).folder)
-    # A model may lie alone in a folder.
-    elif (folder / WEIGHTS).exists() and (not (folder / RUN).exists() or is_at_its_end(folder)):
+    # A model may lie alone in a folder, in one file or several.
+    elif (folder / INDEX).exists() or (
+        (folder / WEIGHTS).exists() and (not (folder / RUN).exists() or is_at_its_end(folder))
+    ):
         model = CausalLM.load(folder)
     else:
         found = checkpoint.newest_checkpoint(folder / "checkpoints", read_weights)

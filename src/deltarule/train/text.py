@@ -256,12 +256,13 @@ def finish(run: TextRun, trainer: Trainer, job: TextJob, read: TextData, began: 
     print(f"\nbits per byte on {validation.num_bytes:,} validation bytes{of}")
     for name, bits in table.items():
         print(f"  {name:<20} {bits:.3f}")
-    with Metrics(folder / "metrics.jsonl", after=trainer.step, also=trainer.also) as metrics:
+    path = folder / "metrics.jsonl"
+    with Metrics(path, after=trainer.step, end=True, also=trainer.also) as metrics:
         row = {name.replace(" ", "_"): bits for name, bits in (ours | compressors).items()}
         final = {f"final_{name}_bits_per_byte": bits for name, bits in row.items()}
         metrics.write({"step": trainer.step, **final})
     loss_curve(
-        read_metrics(folder / "metrics.jsonl"), folder / "loss.png",
+        read_metrics(path), folder / "loss.png",
         trained="bits_per_byte", evaluated="validation_bits_per_byte", label="bits per byte",
         levels=compressors,
         title=f"Training of {folder.name}: {layers_of(model)}",
