@@ -190,6 +190,24 @@ def scores(inputs: Inputs) -> None:
     segment_scan_stage.scores(kept(inputs))
 
 
+def made(run: Callable[[Inputs], None], inputs: Inputs) -> None:
+    """Where the scan makes P, which takes no others."""
+    usual = segment_scan_stage.makes_pairs
+    segment_scan_stage.makes_pairs = lambda call: True
+    run(inputs)
+    segment_scan_stage.makes_pairs = usual
+
+
+def corrections(inputs: Inputs) -> None:
+    """Of the pairs of rows of all chunks, without P."""
+    made(scores, inputs)
+
+
+def making_outputs(inputs: Inputs) -> None:
+    """The same as narrow_outputs, and P."""
+    made(narrow_outputs, inputs)
+
+
 def outputs(inputs: Inputs) -> None:
     scan("outputs", inputs)
 
@@ -203,6 +221,7 @@ def ends_back(inputs: Inputs) -> None:
 
 
 SCANS = [ends, outputs, narrow_outputs, ends_back]
+PAIRS = [scores, corrections, making_outputs]
 
 
 def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
@@ -218,7 +237,7 @@ def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
     if form.size == gradient_stage.WHOLE_SIZE and form.tokens == "whole" and form.rule != "plain":
         whole += [lend, borrow]
         if form.rule == "gated":
-            whole += [*SCANS, *([] if form.norm == "unit" else [scores])]
+            whole += [*SCANS, *([] if form.norm == "unit" else PAIRS)]
     return [forward, twice, save, gradients, *whole]
 
 
@@ -238,7 +257,7 @@ def forms(capability: int) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             wide_scan_stage.can(inputs) if form.size == WIDE else stage.why_not_form(inputs) is None
         )
         for run in passes_of(form):
-            on_hopper = (backward, lend, borrow, scores, *SCANS)
+            on_hopper = (backward, lend, borrow, *PAIRS, *SCANS)
             others = form.rule in CHANNELS or form.size == WIDE or run in on_hopper
             if capability == 90 or not others:
                 yield (

@@ -13,7 +13,7 @@ promised("triton")
 from deltarule.doctor import chunked
 from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.gluon import segment_scan_stage
-from deltarule.ops.delta_rule.triton import plan
+from deltarule.ops.delta_rule.triton import passes, plan
 from deltarule.ops.delta_rule.triton.passes import kept_shapes
 from gluon_interpreter import interpret_launches
 from ops.test_gluon_gradients import around_all, call_of, rounded
@@ -51,6 +51,13 @@ def found(case: Case, given: tuple[Tensor, Tensor], size: int, bounded: bool = T
     first, last = (case.tensors["initial_state"], given[1].float()) if bounded else (None, None)
     assert segment_scan_stage.can(call.inputs, "ends")
     segment_scan_stage.run(call, "ends", first, ends)
+    if ends.shape[0] > 2 * len(given[1]):
+        # Where first segments have outputs at the same time.
+        others = torch.full_like(ends, torch.nan)
+        segment_scan_stage.run(call, "ends", None, others, places="later")
+        each = others.unflatten(0, (len(given[1]), -1))
+        each[:, 0] = ends.unflatten(0, (len(given[1]), -1))[:, 0]
+        torch.testing.assert_close(others, ends, rtol=0, atol=0, equal_nan=True)
     d_ends = None
     if segment_scan_stage.can(call.inputs, "back"):
         d_ends = torch.full((shape[0], *call.inputs.state_shape[1:]), torch.nan)
@@ -124,11 +131,13 @@ def test_so_they_are_where_there_are_resets(monkeypatch) -> None:
     check(case.changed(log_decay=decay), 2, monkeypatch)
 
 
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("form", ["wide", "narrow", "makes pairs"])
 @pytest.mark.parametrize("size", [0, 2])
-def test_outputs_are_those_of_the_definition(size, narrow, monkeypatch) -> None:
+def test_outputs_are_those_of_the_definition(size, form, monkeypatch) -> None:
+    narrow, makes = form != "wide", form == "makes pairs"
     monkeypatch.setattr(plan, "chunks_per_segment", lambda *shapes: size)
-    case = case_of(tokens=5 * CHUNK, normalize_qk=size == 0)
+    monkeypatch.setattr(segment_scan_stage, "makes_pairs", lambda call: makes)
+    case = case_of(tokens=5 * CHUNK, normalize_qk=size == 0 and not makes)
     given = weights(case)
     call = call_of(case)
     call = plan.Call(call.inputs, call.plan, call.given)
@@ -136,6 +145,8 @@ def test_outputs_are_those_of_the_definition(size, narrow, monkeypatch) -> None:
     call.plan = plan.Plan(key, call.plan.chunks, call.plan.sizes, size)
     own = rounded(case, given, call, "states", "scores", "corrections")
     call.values |= {name: own[name] for name in ("scores", "corrections", "scalings")}
+    if makes:
+        call.values["scores"] = torch.full_like(own["scores"], torch.nan)
     starts = case.tensors["initial_state"]
     if size:
         each = around_all(case, given, call.plan.chunks)["states"].unflatten(0, (len(starts), -1))
@@ -143,12 +154,45 @@ def test_outputs_are_those_of_the_definition(size, narrow, monkeypatch) -> None:
     o = torch.full(call.inputs.output_shape, torch.nan, dtype=torch.bfloat16)
     final = torch.full(call.inputs.state_shape, torch.nan)
     assert segment_scan_stage.can(call.inputs, "outputs")
-    segment_scan_stage.run(call, "outputs", starts, final, o)
+    if size and narrow:
+        first_outputs(call, case.tensors["initial_state"], starts, o)
+    segment_scan_stage.run(call, "outputs", starts, final, o, "later" if size and narrow else "all")
     check_fused((o, final), case)
 
 
-@pytest.mark.parametrize("programs", [1, 3])
-def test_scores_are_those_of_the_definition(programs, monkeypatch) -> None:
+def first_outputs(call: plan.Call, initial: Tensor, starts: Tensor, o: Tensor) -> None:
+    """Those of first segments, whose starts nobody else needs, up to the starts of the next."""
+    shape, dtype = kept_shapes(call, False)["ends"]
+    ends = torch.full(shape, torch.nan, dtype=dtype)
+    segment_scan_stage.run(call, "outputs", initial, ends, o, "first")
+    ends, starts = (x.unflatten(0, (len(initial), -1)) for x in (ends, starts))
+    assert relative_rms(ends[:, 0, :, :SIZE], starts[:, 1]) < 8e-3
+    ends[:, 0, :, :SIZE] = torch.nan
+    assert ends.isnan().all()
+    starts[:, 0] = torch.nan
+
+
+def test_a_forward_alone_is_that_of_the_definition(monkeypatch) -> None:
+    """First segments beside the ends of the others, and P made by the scans."""
+    monkeypatch.setattr(segment_scan_stage, "suits", lambda call, goal: can(call.inputs, goal))
+    monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: 8)
+    monkeypatch.setattr(segment_scan_stage, "LEAST_CHUNKS", 1)
+    can, run, ran = segment_scan_stage.can, segment_scan_stage.run, []
+    monkeypatch.setattr(
+        segment_scan_stage, "run", lambda *of: (ran.append((of[1], *of[5:])), run(*of))
+    )
+    case = case_of(batch=2, tokens=8 * CHUNK, value_heads=1)
+    decay = case.tensors["log_decay"] * 0.05
+    decay[:, 130], decay[:, 300] = -torch.inf, -200.0
+    inputs = call_of(case := case.changed(log_decay=decay)).inputs
+    o, final, _ = passes.forward_stages.run(inputs, False)
+    assert ran == [("ends", "later"), ("outputs", "first"), ("outputs", "later")]
+    check_fused((o, final), case)
+
+
+@pytest.mark.parametrize(("programs", "makes"), [(1, False), (3, False), (3, True)])
+def test_scores_are_those_of_the_definition(programs, makes, monkeypatch) -> None:
+    monkeypatch.setattr(segment_scan_stage, "makes_pairs", lambda call: makes)
     monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: programs)
     case = case_of(tokens=5 * CHUNK)
     call = call_of(case)
@@ -159,9 +203,27 @@ def test_scores_are_those_of_the_definition(programs, monkeypatch) -> None:
         call.values[name] = torch.full(shape, torch.nan, dtype=dtype)
     segment_scan_stage.scores(call)
     expected = around_all(case, weights(case), call.plan.chunks)
-    for name in names:
+    if makes:
+        assert call["scores"].isnan().all()
+    for name in names[makes:]:
         bar = 1e-5 if call[name].dtype == torch.float32 else 8e-3
         assert relative_rms(call[name], expected[name]) < bar, name
+
+
+def test_a_call_alone_has_a_plan_of_its_own_where_narrow_tiles_fill_the_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: 132)
+
+    def planned(batch: int, tokens: int, heads: int) -> tuple[bool, int]:
+        x = torch.empty(batch, tokens, heads, SIZE, dtype=torch.bfloat16, device="meta")
+        inputs = call_of(case_of(tokens=CHUNK)).inputs._replace(q=x, k=x, v=x)
+        own = segment_scan_stage.alone(plan.Call(inputs, plan.new_plan(inputs))).plan
+        return own.tile_key.narrow, own.per_segment
+
+    assert planned(1, 32768, 8) == (True, 57)
+    assert planned(2, 16384, 16) == (True, 86)
+    # Too many heads, and too few chunks.
+    assert planned(1, 32768, 64) == (False, 0)
+    assert planned(1, 1024, 8) == (False, 0)
 
 
 def test_a_plan_is_asked_once_and_a_call_for_its_scale_and_company_each_time(monkeypatch) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 import truth
 from deltarule.ops.delta_rule.gluon import segment_scan_stage
 from deltarule.ops.dispatch import forget_calls
-from oracle import Case, check
+from oracle import Case, check, check_fused
 from truth import DEVICE, Kind, assert_same, draw, results
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -66,3 +66,20 @@ def test_all_of_them_are_as_exact_as_the_yardstick(value_heads, taken) -> None:
     decay[:, 700:703], decay[:, 1500, 1] = -torch.inf, -1e4
     check(case.changed(log_decay=decay), "triton", device=DEVICE)
     assert taken >= {"scores", "ends", "back"}
+
+
+@pytest.mark.parametrize("value_heads", [16, 32])
+def test_a_forward_alone_has_segments_of_its_own(value_heads, monkeypatch) -> None:
+    ran, run = [], segment_scan_stage.run
+    monkeypatch.setattr(
+        segment_scan_stage, "run", lambda *of: (ran.append((of[1], *of[5:])), run(*of))
+    )
+    forget_calls()
+    case = case_of(value_heads, tokens=4096)
+    decay = case.tensors["log_decay"].clone()
+    decay[:, 1400:1403], decay[:, 3000, 1] = -torch.inf, -1e4
+    drawn = draw(case := case.changed(log_decay=decay))
+    found = alone(drawn.case)
+    assert ran[-3:] == [("ends", "later"), ("outputs", "first"), ("outputs", "later")]
+    assert_same(found, alone(drawn.case))
+    check_fused((found["o"], found["final_state"]), case)

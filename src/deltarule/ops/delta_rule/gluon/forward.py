@@ -100,18 +100,22 @@ def first_gate(place, sequence, PACKED: gl.constexpr):
 @gluon.jit
 def new_tiles(
     dtype: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-    QUERIES: gl.constexpr, TIED: gl.constexpr, SAVE: gl.constexpr,
+    QUERIES: gl.constexpr, TIED: gl.constexpr, SAVE: gl.constexpr, SCORES: gl.constexpr = True,
 ):  # fmt: skip
     """Shared memory for all tiles; those of values where there are state roles (PARTS)."""
     SQUARE: gl.constexpr = square()
-    q = gl.allocate_shared_memory(dtype, [SLOTS, QUERIES, K], SQUARE)
     k = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
+    q = k
+    if SCORES:
+        q = gl.allocate_shared_memory(dtype, [SLOTS, QUERIES, K], SQUARE)
     v, o = q, q
     if PARTS > 0:
         v = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, CHUNK, VALUES], SQUARE)
         o = gl.allocate_shared_memory(dtype, [PARTS, QUERIES, VALUES], SQUARE)
     PAIRS: gl.constexpr = PAIR_SLOTS if TIED and PARTS > 0 else SLOTS
-    p = gl.allocate_shared_memory(dtype, [PAIRS, QUERIES, CHUNK], SQUARE)
+    p = q
+    if SCORES:
+        p = gl.allocate_shared_memory(dtype, [PAIRS, QUERIES, CHUNK], SQUARE)
     # Without state roles the gates of a chunk take as long as its scores, and are made before.
     GATE_SLOTS: gl.constexpr = SLOTS if PARTS > 0 else 2 * SLOTS
     gates = gl.allocate_shared_memory(gl.float32, [GATE_SLOTS * GATES, CHUNK], PLAIN_1D)

@@ -48,6 +48,17 @@ def start_pairs(tiles, slot, places, FIRST: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def later(ROWS: gl.constexpr, FIRST: gl.constexpr, STEPS: gl.constexpr):
+    """Whether the tokens i of a part are not before rows j, [64, ROWS]."""
+    LAYOUT: gl.constexpr = product(ROWS)
+    o_i = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
+    o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
+    # i >= j with what the compiler knows of i, its register, on one side alone: as one comparison
+    # of unknowns it would be kept for all elements, in registers that there are not.
+    return (o_i & 57) + FIRST >= o_j // STEPS - (o_i & 6)
+
+
+@gluon.jit
 def finish_pairs(
     tiles, slot, pair_slot, scale, kq, places, phase, FIRST: gl.constexpr,
     ROWS: gl.constexpr, FORM: gl.constexpr,
@@ -56,18 +67,15 @@ def finish_pairs(
     LAYOUT: gl.constexpr = product(ROWS)
     I: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     J: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    o_i, o_j = gl.arange(0, ROWS, I)[None, :], gl.arange(0, CHUNK, J)[:, None]
-    # i >= j with what the compiler knows of i, its register, on one side alone: as one comparison
-    # of unknowns it would be kept for all elements, in registers that there are not.
-    known, lane = (o_i & 57) + FIRST, o_j // FORM.STEPS - (o_i & 6)
+    not_before = later(ROWS, FIRST, FORM.STEPS)
     gate = slot * GATES
     kq = value(finish((kq,), places.has_pairs, phase), LAYOUT)
     if FORM.DECAY:
         sum_i = tiles.gates.index(gate + GATE.QUERY_SUM).slice(FIRST, ROWS).load(I)[None, :]
         sum_j = tiles.gates.index(gate + GATE.COLUMN_SUM).load(J)[:, None]
-        p = kq * gl.exp2(gl.where(known >= lane, sum_i - sum_j, NOTHING))
+        p = kq * gl.exp2(gl.where(not_before, sum_i - sum_j, NOTHING))
     else:
-        p = gl.where(known >= lane, kq, 0.0)
+        p = gl.where(not_before, kq, 0.0)
         if FORM.UNIT:
             p *= tiles.gates.index(gate + GATE.READ).slice(FIRST, ROWS).load(I)[None, :]
             p *= tiles.gates.index(gate + GATE.WRITE).load(J)[:, None]

@@ -6,6 +6,8 @@ for A from the identity; "back" from the last chunk to the first, for D at its s
 
     load ----- k v N, q P, and scalings of rows --> slots --> roles of 64 rows each --> o --> store
 
+(P may be made there by a role of its own, where one of 64 rows is alone.)
+
     E = F + N beta F,  F = v - S e'        S <- S end + beta E y'       o = S q' + P beta E
     X = Y + N^T beta Y,  Y = P^T dO + D y'    D <- D end + dO q' - beta X e'
 """
@@ -21,9 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, product, straight
+from deltarule.ops.delta_rule.gluon.score import NOTHING, later
 from deltarule.ops.delta_rule.triton.tiles import SCALING
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, present, square
 
@@ -32,7 +36,8 @@ PAIRS = gl.constexpr(3)
 
 Tiles = namedtuple("Tiles", "q k v scores corrections scalings o")
 # Of slots; and o of a role is there, and in global memory.
-Barriers = namedtuple("Barriers", "full empty written stored")
+# P that is made here is there.
+Barriers = namedtuple("Barriers", "full empty written stored paired")
 # What a program takes: first token, chunks and their first number, heads, first column of v.
 #
 # It `begins` with a given state and leaves one that is wanted (`ends`); `transition`: A and not S.
@@ -43,8 +48,9 @@ Work = namedtuple(
 
 @gluon.jit
 def work_of(
-    heads, value_heads, per_stretch, T, V: gl.constexpr, ROWS: gl.constexpr, GOAL: gl.constexpr
-):
+    heads, value_heads, per_stretch, T, V: gl.constexpr, ROWS: gl.constexpr, GOAL: gl.constexpr,
+    PLACES: gl.constexpr,
+):  # fmt: skip
     """This program's work, its sequence, and the number of its stretch among those of all.
 
     The end of the last segment nobody needs, nor the first one's A; back that of the first.
@@ -58,7 +64,13 @@ def work_of(
         count = stretches + last - 2
     elif GOAL == "back":
         count = last
+    if PLACES == "later":
+        count -= 1
+    elif PLACES == "first":
+        count = 1
     sequence, place = program // value_heads // count, program // value_heads % count
+    if PLACES == "later":
+        place += 1
     transition = place >= stretches
     if GOAL == "ends":
         transition = place >= last
@@ -67,7 +79,9 @@ def work_of(
         place += 1
     begins, ends = place == 0, place >= 0
     if GOAL == "outputs":
-        begins, ends = ends, place == last
+        begins = ends
+        if PLACES != "first":
+            ends = place == last
     elif GOAL == "back":
         begins = place == last
     first = place * per_stretch
@@ -81,13 +95,15 @@ def work_of(
 
 @gluon.jit
 def load_role(
-    shared, of, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, GOAL: gl.constexpr
-):
+    shared, of, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, GOAL: gl.constexpr,
+    MAKES: gl.constexpr,
+):  # fmt: skip
     """One warp: all tiles of a chunk to its slot."""
     tiles, barriers, work = shared
     q, k, v, scores, corrections, scalings = of
     KEYS: gl.constexpr = 1 if GOAL == "ends" else 2
-    SIZE: gl.constexpr = CHUNK * (KEYS * (K + CHUNK) * 2 + 2 * PAIRS * 4)
+    SQUARES: gl.constexpr = 1 if MAKES else KEYS
+    SIZE: gl.constexpr = CHUNK * ((KEYS * K + SQUARES * CHUNK) * 2 + 2 * PAIRS * 4)
     for n in range(work.chunks):
         i, slot = work.chunks - 1 - n if GOAL == "back" else n, n % SLOTS
         full, token = barriers.full.index(slot), work.token + i * CHUNK
@@ -106,6 +122,7 @@ def load_role(
         tma.async_copy_global_to_shared(corrections, rows, full, tiles.corrections.index(slot))
         if GOAL != "ends":
             tma.async_copy_global_to_shared(q, at, full, tiles.q.index(slot))
+        if SQUARES == 2:
             tma.async_copy_global_to_shared(scores, rows, full, tiles.scores.index(slot))
         for pair in gl.static_range(PAIRS):
             x = tiles.scalings.index(slot * PAIRS + pair)
@@ -126,6 +143,28 @@ def store_role(shared, o, PARTS: gl.constexpr, GOAL: gl.constexpr):
             for part in gl.static_range(PARTS):
                 tma.store_wait(PARTS - 1 - part)
                 mbarrier.arrive(barriers.stored.index(part))
+
+
+@gluon.jit
+def pair_role(shared, log_scale, SLOTS: gl.constexpr):
+    """Four warps: P of a chunk to its slot."""
+    tiles, barriers, work = shared
+    LAYOUT: gl.constexpr = product(CHUNK)
+    I: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    J: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    for n in range(work.chunks):
+        slot = n % SLOTS
+        mbarrier.wait(barriers.full.index(slot), (n // SLOTS) & 1)
+        kq = gl.zeros([CHUNK, CHUNK], gl.float32, LAYOUT)
+        q, k = tiles.q.index(slot).permute((1, 0)), tiles.k.index(slot)
+        kq = warpgroup_mma(k, q, kq, use_acc=False, is_async=True)
+        sums = row_of((tiles.scalings, slot), SCALING.WHOLE)
+        sum_i, sum_j = sums.load(I)[None, :] + log_scale, sums.load(J)[:, None]
+        kq = warpgroup_mma_wait(0, deps=(kq,))
+        p = kq * gl.exp2(gl.where(later(CHUNK, 0, 1), sum_i - sum_j, NOTHING))
+        tiles.scores.index(slot).permute((1, 0)).store(p.to(k.dtype))
+        fence_async_shared()
+        mbarrier.arrive(barriers.paired.index(slot))
 
 
 @gluon.jit
@@ -155,7 +194,7 @@ def end_of(scalings, K: gl.constexpr):
 @gluon.jit
 def state_role(
     shared, start, end, GIVEN: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
-    K: gl.constexpr, SLOTS: gl.constexpr, GOAL: gl.constexpr,
+    K: gl.constexpr, SLOTS: gl.constexpr, GOAL: gl.constexpr, MAKES: gl.constexpr,
 ):  # fmt: skip
     """64 rows of S, A or D from chunk to chunk, in registers."""
     tiles, barriers, work = shared
@@ -180,12 +219,14 @@ def state_role(
             tiles.q.index(slot), tiles.k.index(slot), tiles.v.index(slot * PARTS + PART),
             tiles.scores.index(slot), tiles.corrections.index(slot), (tiles.scalings, slot),
         )  # fmt: skip
-        mbarrier.wait(barriers.full.index(slot), (n // SLOTS) & 1)
+        phase = (n // SLOTS) & 1
+        mbarrier.wait(barriers.full.index(slot), phase)
         if GOAL == "back":
             s = before_chunk(own, s, K)
             mbarrier.arrive(barriers.empty.index(slot))
         else:
-            s, o = after_chunk(own, s, K, GOAL == "outputs")
+            paired = barriers.paired.index(slot if MAKES else 0), phase
+            s, o = after_chunk(own, s, paired, K, GOAL == "outputs", MAKES)
             mbarrier.arrive(barriers.empty.index(slot))
             if GOAL == "outputs":
                 mbarrier.wait(barriers.stored.index(PART), (n & 1) ^ 1)
@@ -204,7 +245,7 @@ def negative(x):
 
 
 @gluon.jit
-def after_chunk(tiles, s, K: gl.constexpr, OUTPUT: gl.constexpr):
+def after_chunk(tiles, s, paired, K: gl.constexpr, OUTPUT: gl.constexpr, MAKES: gl.constexpr):
     """S at the chunk's end, and o."""
     q, k, v, scores, corrections, scalings = tiles
     TOKENS: gl.constexpr = product(CHUNK)
@@ -233,6 +274,8 @@ def after_chunk(tiles, s, K: gl.constexpr, OUTPUT: gl.constexpr):
     s = warpgroup_mma(gl.convert_layout(written, OF_STATE), k, s, is_async=True)
     if OUTPUT:
         left = gl.convert_layout(w.to(dtype), OF_TOKENS)
+        if MAKES:
+            mbarrier.wait(paired[0], paired[1])
         o = warpgroup_mma(left, scores.permute((1, 0)), o, is_async=True)
         s, o = warpgroup_mma_wait(0, deps=(s, o))
     else:
@@ -289,26 +332,35 @@ def new_tiles(
 
 @gluon.jit(do_not_specialize=["heads", "value_heads", "per_stretch", "T"])
 def segment_scan_kernel(
-    q, k, v, scores, corrections, scalings, start, o, end, heads, value_heads, per_stretch, T,
-    K: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-    GOAL: gl.constexpr, REGISTERS: gl.constexpr,
+    q, k, v, scores, corrections, scalings, start, o, end, log_scale, heads,
+    value_heads, per_stretch, T, K: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr,
+    SLOTS: gl.constexpr, GOAL: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr,
+    FOLLOWS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors up to scalings, and o. With "back" v is dO.
 
     start [stretches, HV, V, K], or but for "outputs" [N, HV, V, K] of sequences. end is that of
     sequences with "outputs", that of stretches "back", and with "ends" has A [K, K] after each S.
+
+    PLACES: outputs of the "first" stretches start and end as "ends" do, beside the ends of "later"
+    ones, which then have outputs, too; or "all" at once.
     """
     ROWS: gl.constexpr = PARTS * VALUES
-    work, sequence, stretch = work_of(heads, value_heads, per_stretch, T, V, ROWS, GOAL)
+    # Where nobody has made P, programs make it.
+    MAKES: gl.constexpr = GOAL == "outputs" and scores is None
+    FIRST: gl.constexpr = PLACES == "first"
+    if GOAL == "ends" and PLACES == "later" and FOLLOWS:
+        gdc_launch_dependents()
+    work, sequence, stretch = work_of(heads, value_heads, per_stretch, T, V, ROWS, GOAL, PLACES)
     tiles = new_tiles(k.dtype, K, PARTS, SLOTS, GOAL)
     barriers = Barriers(
         new_barrier(SLOTS, 1), new_barrier(SLOTS, PARTS), new_barrier(PARTS, 1),
-        new_barrier(PARTS, 1),
+        new_barrier(PARTS, 1), new_barrier(SLOTS if MAKES else 1, 1),
     )  # fmt: skip
     q, scores, o = present(q, k), present(scores, corrections), present(o, v)
-    first, last = (stretch, sequence) if GOAL == "outputs" else (sequence, stretch)
+    first, last = (stretch, sequence) if GOAL == "outputs" and not FIRST else (sequence, stretch)
     end += (last.to(gl.int64) * value_heads * V + work.column) * K
-    if GOAL == "ends":
+    if GOAL == "ends" or FIRST:
         # Each S and A after it.
         end += (last * value_heads + work.head).to(gl.int64) * (K * K)
         end += gl.where(work.transition, V * K, 0)
@@ -322,9 +374,20 @@ def segment_scan_kernel(
     if PARTS == 2:
         gl.warp_specialize(
             [
-                (state_role, (shared, start, end, GIVEN, 0, PARTS, K, SLOTS, GOAL)),
-                (state_role, (shared, start, end, GIVEN, 1, PARTS, K, SLOTS, GOAL)),
-                (load_role, (shared, loads, K, PARTS, SLOTS, GOAL)),
+                (state_role, (shared, start, end, GIVEN, 0, PARTS, K, SLOTS, GOAL, False)),
+                (state_role, (shared, start, end, GIVEN, 1, PARTS, K, SLOTS, GOAL, False)),
+                (load_role, (shared, loads, K, PARTS, SLOTS, GOAL, False)),
+                (store_role, (shared, o, PARTS, GOAL)),
+            ],
+            [4, 1, 1],
+            [REGISTERS, 24, 24],
+        )
+    elif MAKES:
+        gl.warp_specialize(
+            [
+                (state_role, (shared, start, end, GIVEN, 0, PARTS, K, SLOTS, GOAL, True)),
+                (pair_role, (shared, log_scale, SLOTS)),
+                (load_role, (shared, loads, K, PARTS, SLOTS, GOAL, True)),
                 (store_role, (shared, o, PARTS, GOAL)),
             ],
             [4, 1, 1],
@@ -333,11 +396,14 @@ def segment_scan_kernel(
     else:
         gl.warp_specialize(
             [
-                (state_role, (shared, start, end, GIVEN, 0, PARTS, K, SLOTS, GOAL)),
-                (load_role, (shared, loads, K, PARTS, SLOTS, GOAL)),
+                (state_role, (shared, start, end, GIVEN, 0, PARTS, K, SLOTS, GOAL, False)),
+                (load_role, (shared, loads, K, PARTS, SLOTS, GOAL, False)),
                 (store_role, (shared, o, PARTS, GOAL)),
             ],
             [1, 1],
             [24, 24],
         )
     end_barriers(barriers)
+    if FOLLOWS and FIRST:
+        # What follows waits for these programs alone, and those of ends may still run.
+        gdc_wait()

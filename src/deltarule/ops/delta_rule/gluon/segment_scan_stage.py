@@ -1,6 +1,7 @@
 """When a scan over chunks is one kernel with roles, and its launch: where programs are few."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from deltarule.ops.delta_rule.gluon.segment_scan import segment_scan_kernel
 from deltarule.ops.delta_rule.gluon.segment_scores import segment_scores_kernel
 from deltarule.ops.delta_rule.gluon.stage import ForwardLaunch
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.plan import Call, blocks
+from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks
+from deltarule.ops.runtime.chained import can_follow
 from deltarule.ops.runtime.gluon_tiles import FusedLaunch
 from deltarule.ops.runtime.launch import multiprocessors
 
@@ -19,8 +21,12 @@ from deltarule.ops.runtime.launch import multiprocessors
 SIZES = (128, 128)
 # Registers of a thread on average, and of the second state role.
 AVERAGE, STATE = 168, 240
+# Of the role that makes P.
+PAIR = 128
 # Chunks in shared memory, as many as there is room for.
 SLOTS = {"ends": 4, "outputs": 3, "back": 3}
+# Of a plan of its own: segments, and chunks of one, at the least.
+LEAST_SEGMENTS, LEAST_CHUNKS = 3, 6
 
 
 def takes(call: Call, goal: str) -> bool:
@@ -38,10 +44,12 @@ def suits(call: Call, goal: str) -> bool:
 def fills(call: Call, goal: str) -> bool:
     """Whether the last round of programs fills half of the multiprocessors or more.
 
-    Triton's programs have half the rows, and with less there are no more rounds of them.
+    Triton's programs have half the rows, and with less there are no more rounds of them. A plan of
+    its own is made for these.
     """
     processors = multiprocessors(call.inputs.q.device)
-    return 2 * ((programs_of(call, goal) - 1) % processors + 1) > processors
+    last = (programs_of(call, goal) - 1) % processors + 1
+    return places_of(call) == "later" or 2 * last > processors
 
 
 def can(inputs: Inputs, goal: str) -> bool:
@@ -56,7 +64,10 @@ def can(inputs: Inputs, goal: str) -> bool:
     )  # fmt: skip
 
 
-def run(call: Call, goal: str, start: Tensor | None, end: Tensor, o: Tensor | None = None) -> None:
+def run(
+    call: Call, goal: str, start: Tensor | None, end: Tensor, o: Tensor | None = None,
+    places: str = "all",
+) -> None:  # fmt: skip
     """Go through all stretches whose ends are wanted, from `start` to `end` (segment_scan.py)."""
     own: dict[str, Any] = {"start": start, "o": o, "end": end}
     own["per_stretch"] = call.plan.per_segment or blocks(call.inputs.q.shape[1], CHUNK.value)
@@ -64,36 +75,91 @@ def run(call: Call, goal: str, start: Tensor | None, end: Tensor, o: Tensor | No
         own |= {"q": None, "scores": None}
     elif goal == "back":
         own["v"] = call["d_o"]
-    call.run(call.once(scan_launch, goal), (call.once(programs_of, goal), 1, 1), own)
+    made = goal == "outputs" and makes_pairs(call)
+    if made:
+        own["scores"] = None
+    own["log_scale"] = math.log2(call.inputs.scale) if made else 0.0
+    grid = call.once(programs_of, goal, places), 1, 1
+    call.run(call.once(scan_launch, goal, made, places), grid, own)
 
 
-def programs_of(call: Call, goal: str) -> int:
+def leave_ends(call: Call, initial: Tensor | None) -> None:
+    """The ends of segments, and in a call with a plan of its own the outputs of the first ones."""
+    places = places_of(call)
+    run(call, "ends", None if places == "later" else initial, call["ends"], None, places)
+    if places == "later":
+        run(call, "outputs", initial, call["ends"], call["first_o"], "first")
+
+
+def places_of(call: Call) -> str:
+    """Which segments have ends at once, and then outputs."""
+    return "later" if "early" in call.plan.made else "all"
+
+
+def alone(call: Call) -> Call:
+    """A call that keeps nothing, with a plan of its own where that fills the GPU.
+
+    The outputs of first segments are made beside the ends of the others, the last of which has
+    none: with m segments of narrow tiles there are m - 1 programs a tile at once, twice.
+    """
+    return Call(call.inputs, call.once(plan_alone), call.given)
+
+
+def plan_alone(call: Call) -> Plan:
+    batch, tokens, value_heads, values = call.inputs.v.shape
+    chunks, tiles = tokens // CHUNK.value, batch * value_heads * (values // VALUES.value)
+    segments = multiprocessors(call.inputs.q.device) // tiles + 1
+    if segments < LEAST_SEGMENTS or chunks < LEAST_CHUNKS * segments:
+        return call.plan
+    key = call.plan.tile_key._replace(narrow=True)
+    size = blocks(chunks, segments)
+    return replace(call.plan, tile_key=key, per_segment=size, made={"early": True})
+
+
+def programs_of(call: Call, goal: str, places: str = "all") -> int:
     batch, tokens, value_heads, values = call.inputs.v.shape
     chunks = tokens // CHUNK.value
     stretches = blocks(chunks, call.plan.per_segment or chunks)
     count = {"ends": 2 * stretches - 3, "outputs": stretches, "back": stretches - 1}[goal]
+    count = {"all": count, "later": count - 1, "first": 1}[places]
     return count * batch * value_heads * (values // VALUES.value // parts(call, goal))
 
 
 # Of scores: programs of a multiprocessor, registers of a thread on average, and of warps beside.
 SCORE_PROGRAMS, SCORE_AVERAGE, SCORE_OTHERS = 3, 80, 32
+# The same where P is not among them.
+ALONE_PROGRAMS, ALONE_AVERAGE = 4, 64
 
 
 def scores(call: Call) -> None:
     """P, N and the scalings of all chunks (segment_scores.py)."""
     batch, tokens, value_heads, _ = call.inputs.v.shape
-    chunks, programs = tokens // CHUNK.value, SCORE_PROGRAMS * multiprocessors(call.inputs.q.device)
+    made, chunks = makes_pairs(call), tokens // CHUNK.value
+    programs = ALONE_PROGRAMS if made else SCORE_PROGRAMS
+    programs *= multiprocessors(call.inputs.q.device)
     per_program = blocks(batch * chunks * value_heads, programs)
-    own = {"per_program": per_program, "log_scale": math.log2(call.inputs.scale)}
+    own: dict[str, Any] = {"per_program": per_program, "log_scale": math.log2(call.inputs.scale)}
+    if made:
+        own |= {"q": None, "scores": None}
     grid = batch * blocks(chunks, per_program) * value_heads, 1, 1
-    call.run(call.once(scores_launch), grid, own)
+    call.run(call.once(scores_launch, made), grid, own)
 
 
-def scores_launch(call: Call) -> FusedLaunch:
+def makes_pairs(call: Call) -> bool:
+    """Whether the scan makes P, which nobody else wants: beside a narrow tile there is room."""
+    kept = call["states"] is not None or call["again"]
+    makes = not kept and call.once(parts, "outputs") == 1
+    return makes and takes(call, "scores") and takes(call, "outputs")
+
+
+def scores_launch(call: Call, made: bool) -> FusedLaunch:
     keys, rows = SIZES[0], CHUNK.value
     of_keys, square = (call.inputs.q.shape[2] * keys, [rows, keys]), (rows, [rows, rows])
-    tiles = {"q": of_keys, "k": of_keys, "scores": square, "corrections": square}
-    constants = {"K": keys, "REGISTERS": SCORE_OTHERS, "num_warps": 4, "maxnreg": SCORE_AVERAGE}
+    tiles = {"k": of_keys, "corrections": square}
+    if not made:
+        tiles |= {"q": of_keys, "scores": square}
+    constants = {"K": keys, "REGISTERS": SCORE_OTHERS, "num_warps": 4}
+    constants["maxnreg"] = ALONE_AVERAGE if made else SCORE_AVERAGE
     return FusedLaunch(segment_scores_kernel, constants, tiles)
 
 
@@ -102,17 +168,19 @@ def parts(call: Call, goal: str) -> int:
     return 1 if goal == "outputs" and call.plan.tile_key.narrow else SIZES[1] // VALUES.value
 
 
-def scan_launch(call: Call, goal: str) -> FusedLaunch:
+def scan_launch(call: Call, goal: str, made: bool, places: str) -> FusedLaunch:
     inputs, rows, (keys, values) = call.inputs, CHUNK.value, SIZES
     of_keys, square = (inputs.q.shape[2] * keys, [rows, keys]), (rows, [rows, rows])
     of_values = inputs.v.shape[2] * values, [rows, VALUES.value]
     tiles = {"k": of_keys, "v": of_values, "corrections": square, "scalings": (rows, [2, rows])}
     if goal != "ends":
-        tiles |= {"q": of_keys, "scores": square}
+        tiles |= {"q": of_keys} | ({} if made else {"scores": square})
     if goal == "outputs":
         tiles["o"] = of_values
     constants = {
         "K": keys, "V": values, "PARTS": call.once(parts, goal), "SLOTS": SLOTS[goal],
-        "GOAL": goal, "REGISTERS": STATE, "num_warps": 4, "maxnreg": AVERAGE,
+        "GOAL": goal, "REGISTERS": PAIR if made else STATE, "num_warps": 4, "maxnreg": AVERAGE,
+        "PLACES": places, "FOLLOWS": can_follow(inputs.q.device) and places != "all",
     }  # fmt: skip
+    constants["launch_pdl"] = constants["FOLLOWS"] and places == "first"
     return ForwardLaunch(segment_scan_kernel, constants, tiles)

@@ -20,10 +20,9 @@ from deltarule.ops.delta_rule.gluon.forward import new_tiles
 from deltarule.ops.delta_rule.gluon.gates import gate_role
 from deltarule.ops.delta_rule.gluon.inverse import below, invert
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, Barriers, Form, Place, Saved
-from deltarule.ops.delta_rule.gluon.movers import load_role
 from deltarule.ops.delta_rule.gluon.products import score_places
 from deltarule.ops.delta_rule.gluon.score import finish_pairs, leave_m, start_pairs
-from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier
+from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, present
 
 
 @gluon.jit
@@ -43,6 +42,21 @@ def run_of(T, heads, value_heads, per_program):
 
 
 @gluon.jit
+def load_role(shared, q, k, K: gl.constexpr, FORM: gl.constexpr):
+    """One warp: k, and where P is left q."""
+    tiles, barriers, place, _ = shared
+    full = barriers.full.index(0)
+    KEYS: gl.constexpr = 2 if FORM.SCORES else 1
+    for i in range(place.chunks):
+        mbarrier.wait(barriers.empty.index(0), (i & 1) ^ 1)
+        mbarrier.expect(full, CHUNK * KEYS * K * 2)
+        at = [place.start.to(gl.int32) + i * CHUNK, place.key_head * K]
+        tma.async_copy_global_to_shared(k, at, full, tiles.k.index(0))
+        if FORM.SCORES:
+            tma.async_copy_global_to_shared(q, at, full, tiles.q.index(0))
+
+
+@gluon.jit
 def pair_role(shared, of_gates, scale, places, FORM: gl.constexpr):
     tiles, barriers, place, saved = shared
     full, empty = of_gates
@@ -54,8 +68,9 @@ def pair_role(shared, of_gates, scale, places, FORM: gl.constexpr):
         # What was left here has gone.
         tma.store_wait(0)
         barrier()
-        kq = start_pairs(tiles, 0, places, 0, CHUNK)
-        finish_pairs(tiles, i % 2, 0, scale, kq, places, phase, 0, CHUNK, FORM)
+        if FORM.SCORES:
+            kq = start_pairs(tiles, 0, places, 0, CHUNK)
+            finish_pairs(tiles, i % 2, 0, scale, kq, places, phase, 0, CHUNK, FORM)
         leave_m(tiles, 0, i % 2, places, phase, FORM)
         # A barrier of the role, too.
         mbarrier.arrive(barriers.empty.index(0))
@@ -63,7 +78,8 @@ def pair_role(shared, of_gates, scale, places, FORM: gl.constexpr):
         tiles.t.index(0).store(n.to(tiles.t.dtype))
         fence_async_shared()
         mbarrier.arrive(empty.index(i % 2))
-        tma.async_copy_shared_to_global(saved.scores, [row, 0], tiles.p.index(0))
+        if FORM.SCORES:
+            tma.async_copy_shared_to_global(saved.scores, [row, 0], tiles.p.index(0))
         tma.async_copy_shared_to_global(saved.corrections, [row, 0], tiles.t.index(0))
     tma.store_wait(0)
 
@@ -77,9 +93,11 @@ def segment_scores_kernel(
     value_heads, per_program, s_decay_b, s_decay_t, s_decay_h, s_beta_b, s_beta_t, s_beta_h,
     K: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors up to corrections."""
+    """Descriptors up to corrections; q and scores may be None."""
     place, sequence, token = run_of(T, heads, value_heads, per_program)
-    tiles = new_tiles(q.dtype, K, 0, 1, CHUNK, True, True)
+    PAIRS: gl.constexpr = scores is not None
+    tiles = new_tiles(k.dtype, K, 0, 1, CHUNK, True, True, PAIRS)
+    q, scores = present(q, k), present(scores, corrections)
     full, empty, unused = new_barrier(2, 1), new_barrier(2, 1), new_barrier(1, 1)
     barriers = Barriers(new_barrier(1, 1), new_barrier(1, 1), unused, unused, unused, unused)
     log_decay += sequence.to(gl.int64) * s_decay_b + token.to(gl.int64) * s_decay_t
@@ -88,14 +106,14 @@ def segment_scores_kernel(
     beta += place.value_head * s_beta_h
     barrier()
     saved = Saved(scores, scores, scores, scores, corrections, scalings, chunk_decay)
-    FORM: gl.constexpr = Form(True, True, False, "whole", SAVE=True, SCORES=True)
+    FORM: gl.constexpr = Form(True, True, False, "whole", SAVE=True, SCORES=PAIRS)
     own, places = (tiles, barriers, place, saved), score_places(CHUNK, True, False)
     of_gates = tiles, Barriers(full, empty, unused, unused, unused, unused), place, saved
     given = log_decay, beta, chunk_decay, s_decay_t, s_beta_t, 0, scale, log_scale
     gl.warp_specialize(
         [
             (pair_role, (own, (full, empty), scale, places, FORM)),
-            (load_role, (own, (q, k, q), K, 0, 1, FORM)),
+            (load_role, (own, q, k, K, FORM)),
             (gate_role, (of_gates, given, 2, FORM)),
         ],
         [1, 1],

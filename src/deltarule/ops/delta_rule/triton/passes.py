@@ -69,11 +69,12 @@ def all_kernels(inputs: Inputs, save: bool) -> None:
 @partial(Recorded, first=compiled_first(all_kernels))
 def forward_stages(inputs: Inputs, save: bool) -> Outputs:
     call = call_of(contiguous(inputs), save)
-    fused = fused_stage(inputs)
-    whole = fused is not None and fused.pays(call.inputs, call.plan, save)
-    kept = keep(call, save) if save or not whole else None
-    if whole:
+    if (fused := fused_stage(inputs)) is not None and fused.pays(call.inputs, call.plan, save):
+        kept = keep(call, save) if save else None
         return *fused.forward(call, save), kept
+    if not save and (own := segment_scan(call, "outputs")):
+        call = own.alone(call)
+    kept = keep(call, save)
     scores(call)
     return *scan(call, output=True), kept if save else None
 
@@ -187,12 +188,11 @@ def scores(call: Call) -> None:
 def scan(call: Call, output: bool) -> tuple[Tensor | None, Tensor]:
     """Outputs and the final state of whole sequences; S and E go where there is a buffer."""
     inputs = call.inputs
-    o = call.empty(inputs.output_shape, inputs.v.dtype) if output else None
+    o = call.values["first_o"] = call.empty(inputs.output_shape, inputs.v.dtype) if output else None
     final = call.empty(inputs.state_shape)
     start = first_states(call) if call.plan.per_segment else inputs.initial_state
-    alone = output and call["states"] is None and plan.on_hopper(inputs.q)
-    if alone and (fused := segment_scan(call, "outputs")):
-        fused.run(call, "outputs", start, final, o)
+    if output and call["states"] is None and (fused := segment_scan(call, "outputs")):
+        fused.run(call, "outputs", start, final, o, fused.places_of(call))
         return o, final
     room = {"o": o, "states": call["states"], "errors": call["errors"]}
     scan_through(call, room | {"initial_state": start, "final_state": final})

@@ -109,7 +109,7 @@ def leave_ends(call: Call) -> None:
     """What the segments leave, with their transitions."""
     initial = None if call["join"] else call.inputs.initial_state
     if fused := segment_scan(call, "ends"):
-        fused.run(call, "ends", initial, call["ends"])
+        fused.leave_ends(call, initial)
         return
     scan_through(call, {"initial_state": initial, "final_state": call["ends"]}, ends=True)
 
@@ -129,8 +129,8 @@ def leave_ends_back(call: Call) -> Tensor:
     d_final = None if call["join"] else call["d_final"]
     if fused := segment_scan(call, "back"):
         fused.run(call, "back", d_final, d_ends)
-        return d_ends
-    scan_back(call, {"d_final": d_final, "d_initial": d_ends}, ends=True)
+    else:
+        scan_back(call, {"d_final": d_final, "d_initial": d_ends}, ends=True)
     return d_ends
 
 
