@@ -72,6 +72,7 @@ def test_nothing_to_count_is_zero():
     [
         (torch.zeros(2, 3, dtype=torch.long), r"targets must be \[3\]"),
         (torch.zeros(3), "targets must be int64 or int32, got torch.float32"),
+        (None, "targets must be a tensor, got NoneType"),
         (torch.tensor([0, 5, 1]), r"targets must lie in \[0, 5\) or be ignore_index=-100, got 5"),
         (torch.tensor([0, -1, 1]), "got -1"),
     ],

@@ -1,5 +1,6 @@
 """States: saved, refused, selected, moved."""
 
+import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -127,12 +128,32 @@ def test_select_takes_slices_indices_and_flags():
         (slice(1, 3), [1, 2]),
         ([3, 3, 0], [3, 3, 0]),
         (torch.tensor([2]), [2]),
+        ([], []),
+        (np.array([3, 1]), [3, 1]),
+        ([True, False, False, True], [0, 3]),
         (torch.tensor([True, False, False, True]), [0, 3]),
     ):
         assert state.select(rows)[0]["a"].tolist() == expected
     part = state.select(slice(0, 2))
     part[0]["a"].zero_()
     assert state[0]["a"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "rows", [1, None, [0.5], torch.tensor(1), [[0, 1]], torch.zeros(2)], ids=repr
+)
+def test_what_picks_no_rows_is_refused(rows):
+    """One number would take the axis of sequences away."""
+    with pytest.raises(
+        ValueError, match=r"rows must be a slice, integers \[M\] or bools \[N\], got"
+    ):
+        State(a=torch.arange(4)).select(rows)
+
+
+@pytest.mark.parametrize("given", [None, {}, (State(),)], ids=repr)
+def test_only_states_are_saved(given, tmp_path):
+    with pytest.raises(ValueError, match="state must be a State or a ModelState, got"):
+        save_state(given, tmp_path / "state")
 
 
 def test_map_clone_and_bytes():

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltarule.ops.checks import readable
+from deltarule.ops.checks import check_dense, readable
 from deltarule.ops.dispatch import Implementation, Table, always, choose
 from deltarule.ops.fused import cross_entropy as fused
 from deltarule.ops.fused.cross_entropy import CrossEntropy
@@ -125,6 +125,7 @@ CROSS_ENTROPIES: Table[CrossEntropy, Tensor] = {
 def _check_targets(
     targets: Tensor, shape: torch.Size, of: str, vocab_size: int, ignore_index: int
 ) -> None:
+    check_dense("targets", targets)
     if targets.shape != shape:
         raise ValueError(
             f"targets must be {list(shape)}, {of} without its last axis, got {list(targets.shape)}"

@@ -39,7 +39,16 @@ class _Tensors(ABC):
         """Return the given sequences: a slice, indices (repeats allowed) or a bool [N] tensor."""
         if isinstance(rows, slice):
             return self.map(lambda tensor: tensor[rows].clone())
-        return self.map(lambda tensor: tensor[torch.as_tensor(rows, device=tensor.device)])
+        try:
+            index = torch.as_tensor(rows)
+        except (RuntimeError, TypeError, ValueError):
+            index = torch.empty(())
+        if index.numel() == 0:
+            # No list of nothing says what it is of.
+            index = index.long()
+        if index.ndim != 1 or index.dtype not in (torch.int64, torch.int32, torch.bool):
+            raise ValueError(f"rows must be a slice, integers [M] or bools [N], got {rows!r:.80}")
+        return self.map(lambda tensor: tensor[index.to(tensor.device)])
 
     def to(self, device: torch.device | str) -> Self:
         """Return the state on another device; dtypes stay."""
@@ -155,6 +164,8 @@ def save_state(state: State | ModelState, path: str | Path) -> None:
         >>> load_state(path)["recurrent"].shape
         torch.Size([1, 2, 4, 4])
     """
+    if not isinstance(state, State | ModelState):
+        raise ValueError(f"state must be a State or a ModelState, got {type(state).__name__}")
     layers = state if isinstance(state, ModelState) else ModelState((state,))
     tensors = {
         f"{index}.{name}": tensor.detach().contiguous().clone()
