@@ -153,3 +153,12 @@ def test_the_note_on_steps_tells_what_the_figures_say():
     products = [row["ms"] for row in figures["products_of_a_token"]["rows"][:3]]
     for value in told + products:
         assert f"{value:.2f}" in page, value
+
+
+def test_the_note_on_whole_runs_tells_what_the_figures_say():
+    root = Path(__file__).parents[2] / "docs"
+    page = (root / "notes/2026-11-27-whole-runs.md").read_text()
+    for name in ("", "_large", "_ours"):
+        report = json.loads((root / f"figures/bench_h200_train_compiled{name}.json").read_text())
+        for row in report["rows"]:
+            assert f"{row['eager_ms']:.3g}; {row['graph_ms']:.3g}" in page, row

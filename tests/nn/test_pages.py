@@ -63,6 +63,11 @@ def test_the_readme_counts_what_there_is():
     assert f"flash-linear-attention's model takes {theirs:.0f} ms" in readme
     ms, theirs = (steps["148M", None, peer]["graph_ms"] for peer in ("deltarule", "fla"))
     assert f"trains in {ms:.1f} ms a step, theirs in {theirs:.0f} by the same loop" in readme
+    llama = figures("bench_h200_train_compiled")["148M", None, "transformers-compiled"]
+    assert (
+        f"a compiled Llama of {llama['parameters'] / 1e6:.0f} M in {llama['graph_ms']:.1f}"
+        in readme
+    )
 
 
 def figures(report):
