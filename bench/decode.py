@@ -5,7 +5,7 @@ makes them of logits itself, and one after the two kernels that make them.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -39,18 +39,13 @@ def step(batch: int, dtype: torch.dtype, device: str = "cuda") -> Case:
         return gates.write_strength(beta, 1.0), gates.log_decay(decay, A_log, dt_bias, False)[0]
 
     def run(
-        gates_of: Callable[[], Gates], turns: "itertools.cycle[Tensor]", x: Mapping[str, Tensor]
+        gates_of: Callable[[], Gates], in_turn: Iterator[Tensor], x: Mapping[str, Tensor]
     ) -> Tensor:
         strength, log_decay = gates_of()
         return deltarule.recurrent_step(
-            x["q"],
-            x["k"],
-            x["v"],
-            beta=strength,
-            log_decay=log_decay,
-            normalize_qk=True,
-            state=next(turns),
-        )
+            x["q"], x["k"], x["v"], beta=strength, log_decay=log_decay, normalize_qk=True,
+            state=next(in_turn),
+        )  # fmt: skip
 
     made = maps()
     logits = deltarule.BetaLogits(beta), deltarule.DecayLogits(decay, A_log, dt_bias)
@@ -59,7 +54,7 @@ def step(batch: int, dtype: torch.dtype, device: str = "cuda") -> Case:
     }  # fmt: skip
     sides = {name: partial(run, way, itertools.cycle(states)) for name, way in ways.items()}
     inputs = {"q": q, "k": k, "v": v}
-    return Case(inputs, sides, more_bytes=(2 * size, 0), backward=False)
+    return Case(inputs, sides, more_bytes=(2 * size, 0), backward=False, turns=count)
 
 
 CASES = {

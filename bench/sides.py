@@ -32,6 +32,7 @@ class Case(NamedTuple):
     operations: Of both passes, a third of them forward.
     more_bytes: Of the forward pass and of the backward pass, beside those of the rule.
     captured: Whether calls are timed in a CUDA graph; else as they are launched from Python.
+    turns: Calls after which a side is back at the tensors of its first; a graph holds all of them.
     within: What holds while a side, by its name, is at work.
     """
 
@@ -41,11 +42,12 @@ class Case(NamedTuple):
     more_bytes: tuple[int, int] = (0, 0)
     backward: bool = True
     captured: bool = True
+    turns: int = 1
     within: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def milliseconds(self, run: timing.Run) -> float:
         if self.captured:
-            return timing.graph_ms([run], REPEATS)
+            return timing.graph_ms([run] * self.turns, REPEATS)
         once = min(timing.event_times([run], 2))
         return once if once > LONG_MS else timing.eager_ms([run], REPEATS)
 
@@ -83,15 +85,15 @@ def run_cases(
 def figures(case: Case, bandwidth: float, rate: float) -> Iterator[tuple[str, str, results.Row]]:
     """Each side and pass: forward where no backward follows, and both, gradients by every input.
 
-    `apart`, of both, is the largest relative difference of an output or gradient from the first
-    side's.
+    `apart`, of both, is the largest relative difference of an output or gradient from that of the
+    first side; a side that lacks one of the first's is an error.
     """
-    first: list[Tensor] = []
+    first: dict[str, Tensor] = {}
     for side, run in case.sides.items():
-        for both in (False, True)[: 1 + case.backward]:
+        for both in (False, True) if case.backward else (False,):
             try:
                 with case.within(side):
-                    (o,) = outputs(run, case.inputs, None)
+                    o = outputs(run, case.inputs, None)["o"]
                     torch.manual_seed(0)
                     weight = torch.randn(o.shape, device=o.device).to(o.dtype) if both else None
                     call = partial(outputs, run, case.inputs, weight)
@@ -101,7 +103,7 @@ def figures(case: Case, bandwidth: float, rate: float) -> Iterator[tuple[str, st
                     row["extra_MiB"] = timing.extra_mib(call)
                     if both:
                         first = first or found
-                        row["apart"] = max(map(apart, found, first))
+                        row["apart"] = max(apart(found[name], y) for name, y in first.items())
             # A peer that fails is a figure too.
             except Exception as error:
                 row = {"error": reason(error)}
@@ -110,13 +112,13 @@ def figures(case: Case, bandwidth: float, rate: float) -> Iterator[tuple[str, st
 
 def outputs(
     run: timing.Operator, inputs: Mapping[str, Tensor], weight: Tensor | None
-) -> list[Tensor]:
-    """o, and if there is a weight the gradients of sum(o * weight) by all inputs."""
+) -> dict[str, Tensor]:
+    """o, and if there is a weight the gradients of sum(o * weight) by inputs, by name."""
     if weight is None:
         with torch.no_grad():
-            return [run(inputs)]
+            return {"o": run(inputs)}
     o, gradients = timing.both_passes(run, inputs, weight)
-    return [o, *gradients.values()]
+    return {"o": o, **{f"d {name}": x for name, x in gradients.items()}}
 
 
 def apart(x: Tensor, y: Tensor) -> float:

@@ -21,10 +21,16 @@ def test_a_side_is_compared_with_the_first_and_one_that_fails_is_a_row(monkeypat
         raise RuntimeError("no kernel\nand more")
 
     monkeypatch.setattr(timing, "graph_ms", lambda runs, _: 1.0)
-    run = {"exact": lambda x: x["x"] * 2, "near": lambda x: x["x"] * 2.002, "broken": failing}
-    rows = list(sides.figures(sides.Case({"x": torch.ones(3)}, run), 1e12, 1e12))
+    inputs = {"scale": torch.tensor([1.0]), "x": torch.ones(3)}
+    run = {
+        "exact": lambda x: x["x"] * x["scale"] * 2, "near": lambda x: x["x"] * x["scale"] * 2.002,
+        "other": lambda x: x["x"] * 2, "broken": failing,
+    }  # fmt: skip
+    rows = list(sides.figures(sides.Case(inputs, run), 1e12, 1e12))
     both = {side: row for side, passed, row in rows if passed != "forward"}
-    assert [side for side, *_ in rows] == ["exact"] * 2 + ["near"] * 2 + ["broken"] * 2
+    assert [side for side, *_ in rows] == [side for side in run for _ in range(2)]
     assert both["exact"]["apart"] == 0
     assert both["near"]["apart"] == pytest.approx(1e-3, rel=1e-3)
+    # It has no gradient by scale, and that by x is none to compare with it.
+    assert both["other"] == {"error": "KeyError: 'd scale'"}
     assert both["broken"] == {"error": "RuntimeError: no kernel"}
