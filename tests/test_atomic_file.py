@@ -6,6 +6,7 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from deltarule import atomic_file
 from deltarule.atomic_file import new_folder, write_atomically
 
 
@@ -54,6 +55,23 @@ def test_a_folder_that_a_killed_process_left_aside_is_removed_by_the_next(tmp_pa
             assert not killed.exists()
         (tmp_path / "a").rmdir()
     assert sorted(p.name for p in tmp_path.iterdir()) == [".a.mine.tmp", f".b.{16 * '0'}.tmp", "a"]
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["whole"]
+
+
+def test_a_folder_is_held_until_it_is_in_its_place(tmp_path, monkeypatch):
+    """The disk may take seconds to have its files; a second writer comes in the middle of that."""
+    came = []
+
+    def sync(file):
+        if file.name == "whole":
+            came.append(file)
+            with pytest.raises(OSError, match="stops"), new_folder(tmp_path / "a"):
+                raise OSError("the second writer stops")
+
+    monkeypatch.setattr(atomic_file, "sync", sync)
+    with new_folder(tmp_path / "a") as first:
+        (first / "whole").touch()
+    assert len(came) == 1
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["whole"]
 
 

@@ -79,12 +79,14 @@ def new_folder(path: Path) -> Iterator[Path]:
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         aside.mkdir()
-        with locked(aside), filling(path):
-            yield aside
-        for file in aside.iterdir():
-            sync(file)
-        # An empty folder made meanwhile would be replaced; one with files would not.
-        aside.rename(path)
+        # Until it is in place, so that nobody takes it for one that was left.
+        with locked(aside):
+            with filling(path):
+                yield aside
+            for file in aside.iterdir():
+                sync(file)
+            # An empty folder made meanwhile would be replaced; one with files would not.
+            aside.rename(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     if os.name == "posix":
