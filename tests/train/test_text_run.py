@@ -20,7 +20,7 @@ from deltarule.train.loop import LoopOptions
 from deltarule.train.metrics import read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.report import EvalRun, evaluate_run
-from deltarule.train.run_folder import RunFolderError
+from deltarule.train.run_folder import RunFolderError, check_data
 from deltarule.train.runs import load_model
 from deltarule.train.sample import GenerateRun, generate_text
 from deltarule.train.text import ModelOptions, TextRun, train_text
@@ -79,6 +79,13 @@ def test_a_run_after_resume_is_told_how_it_goes_on(folder, capsys):
         assert main(["train", "text", "--resume", word, "--runs", str(folder.parent)]) == FAILED
         says = f"--resume {word}: a run is not data; it goes on with: deltarule train text"
         assert f"{says} --resume --name {folder.name}\n" in capsys.readouterr().err
+
+
+def test_data_may_have_the_name_of_a_run(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_data(f"{folder.name}.txt", folder.parent, "train text")
+    (tmp_path / folder.name).mkdir()
+    check_data(folder.name, folder.parent, "train text")
 
 
 def test_generate_takes_prompts_from_anywhere(folder, tmp_path, capsys, monkeypatch):

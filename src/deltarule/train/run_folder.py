@@ -117,12 +117,15 @@ def folder_to_resume(runs: Path, name: str | None, command: str) -> Path:
 
 def check_data(data: str | None, runs: Path, command: str) -> None:
     """Refuse a run in the place of data: it is what --resume seems to ask for."""
-    for folder in () if data is None else (Path(data), runs / data):
-        if (folder / RUN).is_file():
-            raise RunFolderError(
-                f"--resume {data}: a run is not data; it goes on with: deltarule {command} "
-                f"--resume --name {folder.name}"
-            )
+    if data is None:
+        return
+    # Data may have the name of a run.
+    folder = Path(data) if Path(data).exists() else runs / data
+    if (folder / RUN).is_file():
+        raise RunFolderError(
+            f"--resume {data}: a run is not data; it goes on with: deltarule {command} "
+            f"--resume --name {folder.name}"
+        )
 
 
 def check_name(name: str) -> None:
