@@ -1,4 +1,6 @@
-"""States: saved, refused, selected, moved."""
+"""States: saved, refused, selected, moved, of as many numbers as is said."""
+
+import re
 
 import numpy as np
 import pytest
@@ -8,7 +10,12 @@ from safetensors.torch import save_file
 
 import deltarule.nn.state
 from deltarule.nn import ModelState, State, load_state, save_state
-from nn.layers import NAMES, inputs, make
+from nn.layers import ATTENTION, NAMES, inputs, make
+
+LETTERS = {
+    "H": "num_heads", "HV": "num_v_heads", "K": "head_k_dim", "V": "head_v_dim",
+    "M": "num_slots", "L": "filter_size", "W": "window",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -20,6 +27,22 @@ def test_saved_state_continues_bitwise(name, tmp_path):
     assert isinstance(loaded, State)
     assert loaded.keys() == state.keys()
     assert torch.equal(layer(x, loaded)[0], layer(x, state)[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_has_as_many_numbers_as_is_said(name):
+    """After more tokens than a window or a filter has."""
+    layer, tokens = make(name), 40
+    _, state = layer(inputs(1, tokens))
+    held = {x: y.numel() for x, y in state.items() if not x.endswith("conv")}
+    for count in {"shift", "length", "position", "valid"} & held.keys():
+        held.pop(count)
+    letters = {"T": tokens} | {x: getattr(layer, LETTERS[x], None) for x in LETTERS}
+    if name in ATTENTION:
+        letters |= {"H": layer.num_kv_heads, "K": layer.head_dim, "V": layer.head_dim}
+    # "2K (K + V)" is 2 * K * (K + V).
+    product = re.sub(r"(?<=\d)(?=[A-Z])|(?<=[\w)]) (?=[\w(])", "*", layer.rule.state_size)
+    assert sum(held.values()) == eval(product, letters)
 
 
 @pytest.mark.parametrize("name", NAMES)

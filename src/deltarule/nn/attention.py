@@ -308,7 +308,7 @@ class SlidingWindowAttention(Attention):
 
     rule = replace(
         Attention.rule, name="sliding_window", title="Sliding-window attention",
-        state_size="W H (K + V)",
+        state_size="(W - 1) H (K + V)",
         recurrence="(K, V) = the last W of ((K, k), (V, v))",
         source="arXiv 2004.05150, section 3.1; window and token counted together",
     )  # fmt: skip

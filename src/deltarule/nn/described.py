@@ -13,12 +13,13 @@ def described(text: str, defaults: str, state: str, options: Sequence[str], name
     """A docstring with all of it; an example of its own takes the place of the usual one.
 
     Examples:
-        >>> described("A layer.", "no gate", "HV V", ["    x: Channels."], "KDA").splitlines()[2:5]
-        ['Defaults: no gate.', '', 'State: HV V numbers for each sequence.']
+        >>> described("A layer.", "no gate", "HV V", ["    x: Channels."], "KDA").splitlines()[2]
+        'Defaults: no gate.'
     """
     head, _, example = text.partition("Examples:\n")
     defaults = textwrap.fill(f"Defaults: {defaults}.", 96)
     args = "\n".join(["Args:", *options])
     example = "Examples:\n" + (example.rstrip() or EXAMPLE.format(name))
-    state = f"State: {state} numbers for each sequence."
+    others = "without those of convolutions, token shifts and counts of tokens"
+    state = textwrap.fill(f"State: {state} numbers for each sequence, {others}.", 96)
     return "\n\n".join((head.rstrip(), defaults, state, args, example))

@@ -51,12 +51,12 @@ class Mixer(Frame):
             paper's draw.
         gate_lower_bound: Least log_decay L of a token, a number < 0:
             log_decay = L sigmoid(exp(A_log) (decay_logits + dt_bias)). None: no bound.
-        num_slots: Slots of each head. None: the layer's default.
-        filter_size: Tokens that a filter reaches, that of the token itself included. None: 2048.
+        num_slots: Slots M of each head. None: the layer's default.
+        filter_size: Tokens L that a filter reaches, that of the token itself included. None: 2048.
         mini_batch: Tokens whose inner gradients are taken at one memory. None: 16.
         spectrum: Where the complex eigenvalues of S4D start: "legs", those of HiPPO-LegS; "inv" or
             "lin", the paper's two that are like it. None: "legs".
-        window: Tokens that attention sees, or of a segment. None: 128.
+        window: Tokens W that attention sees, or of a segment. None: 128.
         num_persistent: Learned tokens before every document. None: 4.
         rope_theta: Base of the rotary wavelengths. None: 10000.
         norm_eps: Added to the mean square in the norm of the output.

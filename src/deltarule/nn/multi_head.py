@@ -54,7 +54,7 @@ class MultiHeadDeltaNet(deltanet.DeltaNet):
 
     rule = replace(
         deltanet.DeltaNet.rule, name="multi_head_deltanet", title="Multi-head DeltaNet",
-        page="multi_head", state_size="HV n V K",
+        page="multi_head", state_size="HV M V K",
         recurrence="S_i = S_i (I - beta_i k_i k_i^T) + beta_i v_i k_i^T",
         read_out="o = sum_i S_i q_i", source="blog post 'Multi-Head DeltaNet', its table",
         arguments=arguments, read_out_function=read_out,

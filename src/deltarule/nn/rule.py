@@ -126,7 +126,8 @@ class System:
             are no `Rule`, by a solve or by gradient steps of a loss.
         objective: The online loss whose step the recurrence takes; "" where none is published.
         source: Paper and equation.
-        state_size: Numbers kept for each sequence.
+        state_size: Numbers kept for each sequence, without those of convolutions, token shifts and
+            counts of tokens. M slots; attention to W tokens; filters that reach L.
         forms: The ways it runs. "", as of every `Rule`: those of its operator's table of
             implementations.
         page: Its page in docs/rules, without the ending. "": its name.

@@ -53,8 +53,8 @@ def written_key(projections: Projections) -> Tensor:
 class RWKV7(ShiftedMixer):
     """RWKV-7: S = S (Diag(w) - u (eta * u)^T) + v k'^T, the rank-one part seeing the old state.
 
-    Every projection reads x mixed with the token before (token shift: `shift` [N, hidden_size] in
-    the state). With `shared`, layers after the first mix their values with the first layer's;
+    Every projection reads x mixed with the token before (token shift: `shift` [N, 1, hidden_size]
+    in the state). With `shared`, layers after the first mix their values with the first layer's;
     without, or as the first, a layer uses its own. Group norm with eps 64e-5 whatever norm_eps; the
     output gate has its sigmoid between two maps, and nothing after them. The paper's heads have 64
     channels.

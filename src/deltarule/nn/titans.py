@@ -41,7 +41,7 @@ class TitansLinear(MemoryMixer):
 
     rule = System(
         name="titans_linear", title="Titans, linear memory", operator="titans", decay="head",
-        erase="gradient", page="titans", state_size="3 HV V K + 1",
+        erase="gradient", page="titans", state_size="3 HV V K",
         recurrence="S = eta S - theta 2 (M_0 k - v) k^T, M = a M + S, M_0 from mini-batches of 16",
         read_out="o = M q",
         objective="|M k - v|^2, with momentum and weight decay",
@@ -109,7 +109,7 @@ class TitansMLP(TitansLinear):
 
     rule = replace(
         TitansLinear.rule, name="titans_mlp", title="Titans, MLP memory",
-        state_size="3 HV 2K (K + V) + 1",
+        state_size="3 HV 2K (K + V)",
         recurrence="S = eta S - theta grad |M_0(k) - v|^2, M = a M + S for both maps of the MLP",
         read_out="o = M_2 gelu(M_1 q)",
         objective="|M_2 gelu(M_1 k) - v|^2, with momentum and weight decay",

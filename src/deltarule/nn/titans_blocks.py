@@ -48,7 +48,7 @@ class TitansMAG(Mixer):
 
     rule = replace(
         TitansMLP.rule, name="titans_mag", title="Titans, memory as gate", page="titans_blocks",
-        state_size="3 HV 2K (K + V) + W HV (K + V)",
+        state_size="3 HV 2K (K + V) + (W - 1) HV (K + V)",
         recurrence="y = Attention(p | x), M = M + x", read_out="o = norm(y) * sigmoid(norm(M(x)))",
         source="arXiv 2501.00663, section 4, eq. 26 to 28",
     )  # fmt: skip
@@ -221,7 +221,7 @@ class TitansMAC(TitansMAG):
 
     rule = replace(
         TitansMAG.rule, name="titans_mac", title="Titans, memory as context",
-        state_size="5 HV 2K (K + V) + 2 W HV (K + V)",
+        state_size="4 HV 2K (K + V) + 2 W HV (K + V)",
         recurrence="h = M'(x), y = Attention(p | h | x), M = M + y, M' = M after each segment",
         read_out="o = norm(y) * sigmoid(norm(M(y)))",
         source="arXiv 2501.00663, section 4, eq. 21 to 25",

@@ -37,7 +37,7 @@ class TTTLinear(MemoryMixer):
 
     rule = System(
         name="ttt_linear", title="TTT-Linear", operator="ttt", decay="none", erase="gradient",
-        page="ttt", state_size="2 HV K (K + 1) + 1",
+        page="ttt", state_size="2 HV K (K + 1)",
         recurrence="W = W_0 - s sum_i eta_i grad loss_i(W_0), i up to t in mini-batches of 16",
         read_out="o = q + LN(W q)",
         objective="|k + LN(W k) - v|^2 / 2",
@@ -107,7 +107,7 @@ class TTTMLP(TTTLinear):
 
     rule = replace(
         TTTLinear.rule, name="ttt_mlp", title="TTT-MLP",
-        state_size="2 HV (4K (K + 1) + K (4K + 1)) + 1",
+        state_size="2 HV (4K (K + 1) + K (4K + 1))",
         recurrence="W = W_0 - s sum_i eta_i grad loss_i(W_0) for both maps of the MLP",
         read_out="o = q + LN(W_2 gelu(W_1 q))",
         objective="|k + LN(W_2 gelu(W_1 k)) - v|^2 / 2",
