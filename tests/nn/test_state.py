@@ -173,6 +173,12 @@ def test_what_picks_no_rows_is_refused(rows):
         State(a=torch.arange(4)).select(rows)
 
 
+def test_flags_are_as_many_as_the_sequences():
+    for flags in ([True], torch.zeros(0, dtype=torch.bool)):
+        with pytest.raises(IndexError, match="mask"):
+            State(a=torch.arange(4)).select(flags)
+
+
 @pytest.mark.parametrize("given", [None, {}, (State(),)], ids=repr)
 def test_only_states_are_saved(given, tmp_path):
     with pytest.raises(ValueError, match="state must be a State or a ModelState, got"):

@@ -218,7 +218,7 @@ def norm_of_sum(
     norm: RMSNorm | LayerNorm, x: Hidden, branch: Hidden | None, reader: nn.Module | None = None
 ) -> tuple[Hidden, Hidden]:
     """x + branch and its norm, rounded by then if autocast would round it for its only reader."""
-    if not (reader is None or x.is_meta) and torch.is_autocast_enabled(x.device.type):
+    if reader is not None and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         found = norm_for_products(norm, x, branch, products_of_input(reader))
         if found is not None:
             return found

@@ -11,7 +11,7 @@ from deltarule.models.config import ModelConfig
 from deltarule.models.loss import next_token_loss
 from deltarule.ops.warmup import Warmed, require_gpu, warmed
 
-# Of one block, for lengths, gradients and dtypes that change: as many as PyTorch allows a function.
+# What one block may need as lengths, gradients and dtypes change: PyTorch's limit for a function.
 COMPILATIONS = 8
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 

@@ -53,7 +53,7 @@ REASONS = {
 
 
 def check_that(holds: bool, said: str, given: object, remedy: str = "") -> None:
-    """Refuse a value of which does not hold what is said: which argument must be what."""
+    """Raise `said`, which argument must be what, with the given value, unless it holds."""
     if not holds:
         raise ValueError(f"{said}, got {given!r}{': ' if remedy else ''}{remedy}")
 

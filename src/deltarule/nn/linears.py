@@ -110,7 +110,7 @@ def together(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def as_multiplied(x: Tensor) -> Tensor:
     kind = x.device.type
-    # Meta tensors have no autocast to ask for: a function that knew it would be a call more.
+    # PyTorch has no autocast to ask about on "meta". Asked in place: a helper would cost a call.
     autocast = not x.is_meta and torch.is_autocast_enabled(kind)
     return x.to(torch.get_autocast_dtype(kind)) if autocast else x
 

@@ -141,7 +141,7 @@ def attend_in_blocks(
 
     `attend` takes q, k and v with a mask; `sequence` [T] is that of packed tokens, else None.
     """
-    batch, tokens, heads = q.shape[:3]
+    tokens, heads = q.shape[1:3]
     if k.shape[2] != heads:
         # PyTorch's kernels for grouped heads take no mask.
         k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
@@ -155,9 +155,10 @@ def attend_in_blocks(
         first = (own[:, :1].unsqueeze(3) == own[:, :1].unsqueeze(2)).tril()
         same = own[:, 1:].unsqueeze(3) == with_block_before(own).unsqueeze(2)
         others = others & same.transpose(0, 1)
-    o, later = attend(q[:, 0], k[:, 0], v[:, 0], first), q.shape[1] - 1
+    o = attend(q[:, 0], k[:, 0], v[:, 0], first)
+    rows_and_blocks = q[:, 1:].shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q[:, 1:], with_block_before(k), with_block_before(v)))
-    after = attend(q, k, v, others).unflatten(0, (batch, later)).flatten(1, 2)
+    after = attend(q, k, v, others).unflatten(0, rows_and_blocks).flatten(1, 2)
     return torch.cat([o, after], dim=1)[:, :tokens]
 
 

@@ -139,8 +139,9 @@ class GatedProducts(torch.autograd.Function):
         found = linears.products_back(x, ctx.groups, wholes, d_parts, needed, ctx.dtype, d_both)
         if not learns:
             return *found, None, None
-        wide = linears.gradient_of_weight
-        return *found, d_rows.mT @ d_h if same else wide(d_rows, d_h, ctx.dtype), None
+        if same:
+            return *found, d_rows.mT @ d_h, None
+        return *found, linears.gradient_of_weight(d_rows, d_h, ctx.dtype), None
 
 
 def why_not_gated(gate: Tensor, up: Tensor) -> str | None:

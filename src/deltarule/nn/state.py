@@ -41,13 +41,13 @@ class _Tensors(ABC):
             return self.map(lambda tensor: tensor[rows].clone())
         try:
             index = torch.as_tensor(rows)
+            # PyTorch makes floats of an empty list.
+            index = index.long() if index.shape == (0,) and index.is_floating_point() else index
+            if index.ndim != 1 or index.dtype not in (torch.int64, torch.int32, torch.bool):
+                raise TypeError
         except (RuntimeError, TypeError, ValueError):
-            index = torch.empty(())
-        if index.numel() == 0:
-            # No list of nothing says what it is of.
-            index = index.long()
-        if index.ndim != 1 or index.dtype not in (torch.int64, torch.int32, torch.bool):
-            raise ValueError(f"rows must be a slice, integers [M] or bools [N], got {rows!r:.80}")
+            said = "rows must be a slice, integers [M] or bools [N]"
+            raise ValueError(f"{said}, got {rows!r:.80}") from None
         return self.map(lambda tensor: tensor[index.to(tensor.device)])
 
     def to(self, device: torch.device | str) -> Self:

@@ -17,14 +17,14 @@ RANKS = ("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_ran
 def read_heads(fields: Fields, found: Options) -> Options:
     hidden, size = found["hidden_size"], found["head_k_dim"]
     heads = fields.take("num_heads")
-    said, own = f"num_heads must be hidden_size / head_dim={hidden // size}", hidden // size
-    check_that(heads in (None, own), said, heads)
+    own = hidden // size
+    check_that(heads in (None, own), f"num_heads must be hidden_size / head_dim={own}", heads)
     said, eps = f"norm_eps must be {GROUP_NORM_EPS} / head_dim={size}", found["norm_eps"]
     check_that(abs(size * eps - GROUP_NORM_EPS) <= 1e-9, said, eps)
     values = fields.listed("value_dim", []) or [hidden]
     alike = len({*map(str, values)}) == 1 and isinstance(values[0], int)
     check_that(alike, "value_dim must be one number for all layers", values)
-    return {"num_heads": hidden // size, "head_v_dim": values[0] // (hidden // size)}
+    return {"num_heads": own, "head_v_dim": values[0] // own}
 
 
 def read_blocks(fields: Fields, found: Options) -> Options:
