@@ -11,7 +11,7 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def write_between(page: Path, what: str, lines: Sequence[str], *, new: str = "") -> None:
-    """Write `what` between its two marks of a page, which begins as `new` if there is none."""
+    """Replace what is between the two marks of `what`; a page that is not there begins as `new`."""
     begin, end = f"<!-- {what}: written by a script, do not edit -->", f"<!-- end of {what} -->"
     text = page.read_text(encoding="utf-8") if page.exists() else f"{new}\n{begin}\n{end}\n"
     if begin not in text or end not in text:

@@ -107,7 +107,7 @@ def theirs(recurrent: Tensor) -> Operator:
 
 
 def slstm_case(channels: int, sizes: tuple[int, int] = (BATCH, TOKENS)) -> Case:
-    """What is computed in float64 comes first: how far all others are apart from it is told."""
+    """The result in float64 comes first, as the others are compared with the first."""
     from deltarule.ops.slstm.triton import split
 
     heads, device = SLSTM_HEADS[channels], "cuda" if torch.cuda.is_available() else "cpu"

@@ -24,7 +24,7 @@ from deltarule.train.step import TrainingStep
 Row = dict[str, Any]
 Model = Literal["1M", "148M", "1.5B"]
 Peer = Literal["deltarule", "deltarule-attention", "deltarule-int8", "fla", "transformers"]
-# Its static cache has generation compiled as it is.
+# For generation transformers compiles its own model, whose cache is static.
 TrainPeer = Literal[Peer, "deltarule-compiled", "transformers-compiled"]
 # Bytes a second of an H200's memory, as measured by a large copy.
 BANDWIDTH = {"cuda": 4.25e12, "cpu": 2e10}

@@ -137,7 +137,7 @@ def read_settings(name: str, folder: Path = HERE) -> dict[Any, Form]:
 
 
 def words_of(table: Form) -> Words:
-    """Words as a table has them: lines of text end anywhere, and differences name their forms."""
+    """Words of a settings table: line breaks in them mean nothing, and differences name forms."""
     published = {
         row: {int(name) if name.isdigit() else name: float(x) for name, x in cells.items()}
         for row, cells in table.get("published", {}).items()

@@ -67,7 +67,7 @@ def filling(folder: Path) -> Iterator[None]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Fill a folder aside, then move it into place, under new parents: it is whole or absent.
 
-    What a killed process left aside is removed; that of one that still writes is locked.
+    A folder that a killed process left aside is removed; one that is still written is locked.
     """
     if os.path.lexists(path):
         raise ValueError(f"{path} exists already: choose another folder, or remove it")
@@ -95,9 +95,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Hold a folder, or say that it cannot be: another process does, or files have no locks here.
+    """Lock a folder; yield whether that worked: another process may have it, or there are no locks.
 
-    A process that dies lets go of it.
+    When a process dies, its locks are released.
     """
     with contextlib.ExitStack() as stack:
         free = False

@@ -10,7 +10,7 @@ EXAMPLE = """\
 
 
 def described(text: str, defaults: str, state: str, options: Sequence[str], name: str) -> str:
-    """A docstring with all of it; an example of its own takes the place of the usual one.
+    """A layer's docstring with all these parts; its own example, if any, replaces the usual one.
 
     Examples:
         >>> described("A layer.", "no gate", "HV V", ["    x: Channels."], "KDA").splitlines()[2]

@@ -13,7 +13,7 @@ def packed_groups(
     cu_seqlens: Tensor, tokens: int, size: int, window: int, device: torch.device
 ) -> list[Group]:
     if cu_seqlens.is_meta:
-        # Results have the same shapes whatever the lengths are: the first sequence is all.
+        # Shapes do not depend on the lengths, so the first sequence is given all tokens.
         offsets = tokens * np.arange(len(cu_seqlens)).clip(max=1)
     else:
         offsets = cu_seqlens.cpu().numpy().astype(np.int64)

@@ -27,9 +27,9 @@ Sink = Callable[[Row], object]
 class Metrics:
     """Appends rows to a file; every row holds its step.
 
-    Rows after the step `after` are dropped first: a resumed run writes them again, and once at its
-    `end` that of its final figures. A `quiet` one writes nothing: another process does. `also`
-    takes each row, too.
+    Rows after the step `after` are dropped first: a resumed run writes them again. At the `end` of
+    a run so is a row of final figures at that step. A `quiet` one writes nothing: another process
+    does. `also` takes each row, too.
     """
 
     def __init__(

@@ -116,7 +116,7 @@ def folder_to_resume(runs: Path, name: str | None, command: str) -> Path:
 
 
 def check_data(data: str | None, runs: Path, command: str) -> None:
-    """Refuse a run in the place of data: it is what --resume seems to ask for."""
+    """Refuse a run given as data, as in `--resume RUN`: the name of a run has a flag of its own."""
     if data is None:
         return
     # Data may have the name of a run.
