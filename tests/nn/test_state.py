@@ -9,7 +9,7 @@ import torch.utils._pytree as pytree
 from safetensors.torch import save_file
 
 import deltarule.nn.state
-from deltarule.nn import ModelState, State, load_state, save_state
+from deltarule.nn import MIXERS, ModelState, State, load_state, save_state
 from nn.layers import ATTENTION, NAMES, inputs, make
 
 LETTERS = {
@@ -43,6 +43,15 @@ def test_a_state_has_as_many_numbers_as_is_said(name):
     # "2K (K + V)" is 2 * K * (K + V).
     product = re.sub(r"(?<=\d)(?=[A-Z])|(?<=[\w)]) (?=[\w(])", "*", layer.rule.state_size)
     assert sum(held.values()) == eval(product, letters)
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {*ATTENTION}))
+def test_the_letters_of_a_state_stand_where_options_are_described(name):
+    _, _, text = MIXERS[name].__doc__.partition("State: ")
+    size, _, text = text.partition(" numbers for each sequence")
+    options, _, _ = text.partition("Examples:")
+    for letter in re.findall("[A-Z]+", size):
+        assert re.search(rf"    \w+: .*\b{letter}\b", options), letter
 
 
 @pytest.mark.parametrize("name", NAMES)

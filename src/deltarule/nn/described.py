@@ -1,5 +1,6 @@
 """What `help` says of a layer beside its own words: defaults, options, its state, an example."""
 
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -13,13 +14,18 @@ def described(text: str, defaults: str, state: str, options: Sequence[str], name
     """A layer's docstring with all these parts; its own example, if any, replaces the usual one.
 
     Examples:
-        >>> described("A layer.", "no gate", "HV V", ["    x: Channels."], "KDA").splitlines()[2]
-        'Defaults: no gate.'
+        >>> text = described("A layer.", "no gate", "HV V", ["    x: Channels."], "KDA")
+        >>> "Defaults: no gate." in text, "State: H K numbers" in text
+        (True, True)
     """
     head, _, example = text.partition("Examples:\n")
     defaults = textwrap.fill(f"Defaults: {defaults}.", 96)
     args = "\n".join(["Args:", *options])
     example = "Examples:\n" + (example.rstrip() or EXAMPLE.format(name))
+    # Value heads and their channels are those of keys where they are no options.
+    for option, letter, key in (("num_v_heads", "HV", "H"), ("head_v_dim", "V", "K")):
+        if f"{option}:" not in args:
+            state = re.sub(rf"\b{letter}\b", key, state)
     others = "without those of convolutions, token shifts and counts of tokens"
     state = textwrap.fill(f"State: {state} numbers for each sequence, {others}.", 96)
     return "\n\n".join((head.rstrip(), defaults, state, args, example))

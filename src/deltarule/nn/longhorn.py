@@ -63,7 +63,7 @@ class LonghornReleased(ScanMixer):
 
     e = b / (1 + b |k|^2) with one b for each value channel. The exact update of `Longhorn` is a
     product with I - e k k^T; here each entry of the state erases only what it holds itself. As
-    `Mamba1`, but for A_log, which there is none of, and a dt_bias that starts at zeros.
+    `Mamba1`, without A_log, and with a dt_bias that starts at zeros.
     """
 
     rule = System(

@@ -114,7 +114,10 @@ class Mixer(Frame):
         if text and rule is not None:
             text, _, source = text.partition("Source:")
             if common and "Args:" not in text and DESCRIBED:
-                said = ", ".join(x for name, x in cls.defaults().items() if name in shown)
+                known = {n: x for n, x in cls.defaults().items() if n in shown}
+                if cls.default_feature_map is None:
+                    known.pop("feature_map", None)
+                said = ", ".join(known.values())
                 chosen = [entry for name, entry in DESCRIBED.items() if name in shown]
                 text = described(text, said, rule.state_size, chosen, cls.__name__)
             text = f"{text.rstrip()}\n\nSource:{source or f' {rule.source}.'}"
