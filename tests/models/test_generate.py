@@ -77,6 +77,17 @@ def test_integers_of_any_library_and_lists_read_once(make_model):
         assert found == expected, stops
 
 
+def test_numbers_of_numpy_draw_as_those_of_python(make_model):
+    model = make_model()
+    share, options = np.float32(0.75), {"max_new_tokens": 8, "seed": 0}
+    names = "temperature", "top_p", "min_p", "repetition_penalty"
+    for given in [{name: share} for name in names] + [{"top_k": np.int64(3)}]:
+        expected = {name: value.item() for name, value in given.items()}
+        assert model.generate([[1, 2]], **given, **options) == model.generate(
+            [[1, 2]], **expected, **options
+        )
+
+
 def test_a_stop_sequence_counts_in_the_added_tokens_only(make_model, random_tokens):
     model = make_model()
     prompt = random_tokens(4).tolist()

@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +73,18 @@ def check_state(state: ModelState, sequences: int, num_layers: int) -> None:
             f"state must hold {sequences} rows, one a sequence, got {sorted(rows)}: "
             "state.select(rows) picks or repeats rows"
         )
+
+
+def read_sampling(*given: Any) -> Sampling:
+    """How to draw, in the order of the fields; NumPy's numbers become Python's."""
+    return Sampling(*map(of_python, given))
+
+
+def of_python(value: Any) -> Any:
+    """A number of another package as one of Python's; all else as it is, for a check to name."""
+    if isinstance(value, int | float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from deltarule.models.adjoined import adjoin_projections, captured_parameters
-from deltarule.models.arguments import Options, Prompt, Rows, Stop, check_prompts, read_stops
+from deltarule.models.arguments import (
+    Options,
+    Prompt,
+    Rows,
+    Stop,
+    check_prompts,
+    read_sampling,
+    read_stops,
+)  # fmt: skip
 from deltarule.models.decoder import Decoder, DraftDecoder, as_written, captured, lend, room_for
 from deltarule.models.late import Late
 from deltarule.models.prompts import most_tokens, side_by_side
@@ -94,7 +102,7 @@ def generate(
         [5, 5]
     """
     stops = read_stops(stop, model.config.vocab_size)
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    sampling = read_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     options = Options(max_new_tokens, sampling, stops, seed, cuda_graphs, draft)
     options.check()
     tokens = check_prompts(model, prompts, state)
@@ -136,7 +144,7 @@ def stream(
         5
     """
     stops = read_stops(stop, model.config.vocab_size)
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    sampling = read_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     options = Options(max_new_tokens, sampling, stops, seed, cuda_graphs, draft)
     options.check()
     tokens = check_prompts(model, [prompt], state)
