@@ -167,16 +167,18 @@ def back(inputs: Inputs) -> None:
     wide_scan_stage.scans(call, dict.fromkeys(LEFT) | own, True)
 
 
-def scan(goal: str, inputs: Inputs, narrow: bool = False) -> None:
+def scan(goal: str, inputs: Inputs, narrow: bool = False, places: str = "all") -> None:
     """A scan over chunks of segments, or of whole sequences."""
     call = kept(inputs)
     assert segment_scan_stage.can(inputs, goal)
     key = call.plan.tile_key._replace(narrow=narrow)
-    call.plan = Plan(key, call.plan.chunks, call.plan.sizes, 0 if goal == "outputs" else 1)
+    size = 0 if (goal, places) == ("outputs", "all") else 1
+    call.plan = Plan(key, call.plan.chunks, call.plan.sizes, size)
     states, values = torch.empty(inputs.state_shape), torch.empty_like(inputs.v)
     call.values["d_o"] = values
     o = values if goal == "outputs" else None
-    segment_scan_stage.run(call, goal, inputs.initial_state, states, o)
+    start = None if (goal, places) == ("ends", "later") else inputs.initial_state
+    segment_scan_stage.run(call, goal, start, states, o, places)
 
 
 def narrow_outputs(inputs: Inputs) -> None:
@@ -220,8 +222,20 @@ def ends_back(inputs: Inputs) -> None:
     scan("back", inputs)
 
 
+def later_ends(inputs: Inputs) -> None:
+    """Beside which first segments have outputs, as on a GPU where these may start early."""
+    segment_scan_stage.can_follow = lambda device: True
+    scan("ends", inputs, narrow=True, places="later")
+
+
+def first_outputs(inputs: Inputs) -> None:
+    """Those, and P."""
+    segment_scan_stage.can_follow = lambda device: True
+    made(lambda inputs: scan("outputs", inputs, narrow=True, places="first"), inputs)
+
+
 SCANS = [ends, outputs, narrow_outputs, ends_back]
-PAIRS = [scores, corrections, making_outputs]
+PAIRS = [scores, corrections, making_outputs, later_ends, first_outputs]
 
 
 def passes_of(form: Form) -> list[Callable[[Inputs], None]]:

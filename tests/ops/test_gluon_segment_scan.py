@@ -1,6 +1,6 @@
 """The scans in Gluon, run on the CPU role by role: outputs, and what segments leave."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -172,15 +172,24 @@ def first_outputs(call: plan.Call, initial: Tensor, starts: Tensor, o: Tensor) -
     starts[:, 0] = torch.nan
 
 
-def test_a_forward_alone_is_that_of_the_definition(monkeypatch) -> None:
-    """First segments beside the ends of the others, and P made by the scans."""
+@pytest.mark.parametrize("first", [False, True])
+def test_a_forward_alone_is_that_of_the_definition(first, monkeypatch) -> None:
+    """First segments beside the ends of the others, or before them, and P made by the scans."""
     monkeypatch.setattr(segment_scan_stage, "suits", lambda call, goal: can(call.inputs, goal))
     monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: 8)
     monkeypatch.setattr(segment_scan_stage, "LEAST_CHUNKS", 1)
-    can, run, ran = segment_scan_stage.can, segment_scan_stage.run, []
-    monkeypatch.setattr(
-        segment_scan_stage, "run", lambda *of: (ran.append((of[1], *of[5:])), run(*of))
-    )
+    can, run, ran, late = segment_scan_stage.can, segment_scan_stage.run, [], []
+
+    def either(*of: Any) -> None:
+        ran.append((of[1], *of[5:]))
+        if first and of[1] == "ends":
+            late.append(of)
+            return
+        run(*of)
+        while late:
+            run(*late.pop())
+
+    monkeypatch.setattr(segment_scan_stage, "run", either)
     case = case_of(batch=2, tokens=8 * CHUNK, value_heads=1)
     decay = case.tensors["log_decay"] * 0.05
     decay[:, 130], decay[:, 300] = -torch.inf, -200.0
@@ -188,6 +197,19 @@ def test_a_forward_alone_is_that_of_the_definition(monkeypatch) -> None:
     o, final, _ = passes.forward_stages.run(inputs, False)
     assert ran == [("ends", "later"), ("outputs", "first"), ("outputs", "later")]
     check_fused((o, final), case)
+
+
+def test_only_first_segments_start_before_others_end(monkeypatch) -> None:
+    """They read what was there before the ends began, which must wait for all before them."""
+    monkeypatch.setattr(segment_scan_stage, "can_follow", lambda device: True)
+    call = call_of(case_of(tokens=CHUNK))
+
+    def starts(goal: str, places: str) -> bool:
+        return segment_scan_stage.scan_launch(call, goal, False, places).constants["launch_pdl"]
+
+    assert starts("outputs", "first")
+    others = [("ends", "later"), ("outputs", "later"), ("ends", "all"), ("outputs", "all")]
+    assert not any(starts(*of) for of in others)
 
 
 @pytest.mark.parametrize(("programs", "makes"), [(1, False), (3, False), (3, True)])

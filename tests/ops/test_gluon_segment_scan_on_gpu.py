@@ -81,5 +81,7 @@ def test_a_forward_alone_has_segments_of_its_own(value_heads, monkeypatch) -> No
     drawn = draw(case := case.changed(log_decay=decay))
     found = alone(drawn.case)
     assert ran[-3:] == [("ends", "later"), ("outputs", "first"), ("outputs", "later")]
+    # The second call is recorded, and the third repeats its launches.
+    assert_same(found, alone(drawn.case))
     assert_same(found, alone(drawn.case))
     check_fused((found["o"], found["final_state"]), case)

@@ -350,6 +350,7 @@ def segment_scan_kernel(
     MAKES: gl.constexpr = GOAL == "outputs" and scores is None
     FIRST: gl.constexpr = PLACES == "first"
     if GOAL == "ends" and PLACES == "later" and FOLLOWS:
+        # What first segments read was there before these programs, which begin after all else.
         gdc_launch_dependents()
     work, sequence, stretch = work_of(heads, value_heads, per_stretch, T, V, ROWS, GOAL, PLACES)
     tiles = new_tiles(k.dtype, K, PARTS, SLOTS, GOAL)
