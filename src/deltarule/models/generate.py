@@ -15,7 +15,7 @@ from deltarule.models.arguments import (
     check_prompts,
     read_sampling,
     read_stops,
-)  # fmt: skip
+)
 from deltarule.models.decoder import Decoder, DraftDecoder, as_written, captured, lend, room_for
 from deltarule.models.late import Late
 from deltarule.models.prompts import most_tokens, side_by_side
