@@ -8,6 +8,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from safetensors import SafetensorError
 
@@ -95,19 +96,28 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder; yield whether that worked: another process may have it, or there are no locks.
+    """Lock a folder; yield whether it is ours: another may have it, or there are no locks."""
+    with contextlib.ExitStack() as stack:
+        free = False
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            free = lock(descriptor) is True
+        yield free
+
+
+def lock(file: int | IO[str]) -> bool | None:
+    """Lock an open file or folder until it is closed; whether it is ours, None without locks.
 
     When a process dies, its locks are released.
     """
-    with contextlib.ExitStack() as stack:
-        free = False
-        if fcntl is not None:
-            with contextlib.suppress(OSError):
-                descriptor = os.open(folder, os.O_RDONLY)
-                stack.callback(os.close, descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                free = True
-        yield free
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def sync(path: Path) -> None:

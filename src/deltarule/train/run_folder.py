@@ -15,18 +15,13 @@ import torch
 from safetensors import SafetensorError
 
 import deltarule
-from deltarule.atomic_file import write_json
+from deltarule.atomic_file import lock, write_json
 from deltarule.config_file import flat
 from deltarule.errors import INTERRUPTED, StoppedRunError, reason
 from deltarule.json_file import fitted, parse_object, read_text
 from deltarule.models.files import naming
 from deltarule.parallel import World
 from deltarule.train.checkpoint import checkpoint_steps
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows has no flock; there, two runs in one folder are not noticed.
-    fcntl = None  # type: ignore[assignment]
 
 RUN = "run.json"
 # Why a run will not go on; a launcher that starts it again is told at once.
@@ -138,11 +133,9 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold a run's folder, or refuse it: two processes that write one run would spoil it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a") as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunFolderError(f"{folder} is in use by another process") from None
+        # Where there are no locks, two runs in one folder are not noticed.
+        if lock(file) is False:
+            raise RunFolderError(f"{folder} is in use by another process")
         yield
 
 
