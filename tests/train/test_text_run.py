@@ -199,6 +199,9 @@ def test_a_stopped_run_generates_and_is_evaluated(folder, run, capsys, monkeypat
     generate_text(GenerateRun(made, **options))
     note, text = capsys.readouterr().out.split("\n", 1)
     assert note == f"note: {made} is not at its end: this is its checkpoint of step 30"
+    # Drawn first: a figure in its folder would damage the checkpoint.
+    assert main(["plot", "attention", str(made / "checkpoints" / "step-30")]) == 0
+    assert f"drawn in {made / 'attention.png'}" in capsys.readouterr().out
     generate_text(GenerateRun(made / "checkpoints" / "step-30", **options))
     assert capsys.readouterr().out == text
     evaluate_run(EvalRun(made, length=128))

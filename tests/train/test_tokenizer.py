@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from deltarule.cli import main
 from deltarule.models.files import CONFIG
 from deltarule.train import vocabulary
 from deltarule.train.documents import DataError
@@ -52,6 +53,8 @@ def test_a_tokenizer_goes_along_with_the_model(tool, tmp_path, capsys):
     bins = evaluate_run(EvalRun(folder, length=32, max_bytes=500, device="cpu"))
     # A bit and a half of a token's eight: its tokens are longer than a byte.
     assert 2 < bins[0].bits_per_byte < 8
+    assert main(["plot", "attention", str(folder)]) == 1
+    assert "must hold a model of bytes, got" in capsys.readouterr().err
     fields = json.loads((folder / CONFIG).read_text())
     with pytest.raises(ValueError, match=f"{FILE}: has 300 tokens, but vocab_size of the model"):
         tokens_of(folder, fields["vocab_size"] - 1)

@@ -23,7 +23,8 @@ from deltarule.nn.rule import Arguments
 from deltarule.nn.two_memories import SlotMixer
 from deltarule.train.device import choose_device
 from deltarule.train.figures import DARK, INK, MIDDLE, new_grid, save
-from deltarule.train.runs import load_model
+from deltarule.train.runs import load_model, run_of
+from deltarule.train.vocabulary import tokens_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -235,6 +236,10 @@ def plot_attention(run: AttentionPlotRun) -> None:
     said, count = f"--text must be of at most {MOST_TOKENS - 1} bytes", len(tokens) - 1
     check_that(count < MOST_TOKENS, said, count, "its matrix has a row and a column for each")
     model = load_model(run.folder, choose_device(run.device))
+    # A checkpoint's own folder takes no file: it is then damaged.
+    folder = run_of(run.folder)
+    of_bytes = tokens_of(folder, model.config.vocab_size).tool is None
+    check_that(of_bytes, f"{folder} must hold a model of bytes", "one of a tokenizer's tokens")
     kinds = model.config.layer_types
     chosen = run.layers or tuple(range(len(kinds)))
     if wrong := [layer for layer in chosen if not 0 <= layer < len(kinds)]:
@@ -244,10 +249,8 @@ def plot_attention(run: AttentionPlotRun) -> None:
         print(f"layer {layer} ({kinds[layer]}) is left out: its output is not linear in its values")
     if not views:
         raise ValueError("--layers names no layer that has a matrix")
-    path = run.folder / "attention.png" if run.output is None else run.output
-    draw_layers(
-        views, tokens, path, title=f"Layers of {run.folder.name}, head {run.head}; {LEGEND}"
-    )
+    path = folder / "attention.png" if run.output is None else run.output
+    draw_layers(views, tokens, path, title=f"Layers of {folder.name}, head {run.head}; {LEGEND}")
     print(f"drawn in {path}")
 
 

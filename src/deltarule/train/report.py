@@ -41,7 +41,7 @@ class EvalRun:
 
 def evaluate_run(run: EvalRun) -> list[evaluate.PositionBin]:
     """Print bits per byte by length and by position, and write positions.png into the folder."""
-    model = load_model(run.folder, choose_device(run.device), of_bytes=False)
+    model = load_model(run.folder, choose_device(run.device))
     folder = run_of(run.folder)
     encoder = tokens_of(folder, model.config.vocab_size)
     # A model that lies alone, such as a converted one, is measured on the data that are given.

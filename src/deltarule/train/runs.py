@@ -14,7 +14,6 @@ import torch
 from deltarule.config_file import flat, to_toml
 from deltarule.json_file import fitted
 from deltarule.models import CausalLM, ModelConfig
-from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.models.files import CONFIG, INDEX, WEIGHTS, naming, read_config
 from deltarule.train import checkpoint
 from deltarule.train.metrics import figures, read_metrics
@@ -125,7 +124,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def load_model(folder: Path, device: torch.device, *, of_bytes: bool = True) -> CausalLM:
+def load_model(folder: Path, device: torch.device) -> CausalLM:
     """The model of a run, or of one of its checkpoints, `runs/NAME/checkpoints/step-N`.
 
     A run that is not at its end gives its newest checkpoint, with a note.
@@ -147,10 +146,6 @@ def load_model(folder: Path, device: torch.device, *, of_bytes: bool = True) -> 
             raise RunFolderError(f"{folder} has no checkpoint yet, and so no model")
         print(f"note: {folder} is not at its end: this is its checkpoint of step {found.step:,}")
         model = checkpoint_model(found.folder)
-    if of_bytes and model.config.vocab_size != VOCAB_SIZE:
-        raise RunFolderError(
-            f"{folder} holds a model of {model.config.vocab_size} tokens, not of bytes"
-        )
     return model.to(device).eval()
 
 

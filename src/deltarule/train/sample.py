@@ -67,7 +67,7 @@ class GenerateRun:
 
 
 def generate_text(run: GenerateRun) -> None:
-    model = load_model(run.folder, choose_device(run.device), of_bytes=False)
+    model = load_model(run.folder, choose_device(run.device))
     encoder = tokens_of(run_of(run.folder), model.config.vocab_size)
     several = run.samples > 1 or run.lines
     count = 0
