@@ -56,6 +56,15 @@ def test_sliding_window_state_is_bounded():
     assert state["length"].tolist() == [53]
 
 
+@pytest.mark.parametrize("window", [1, 4, 8])
+def test_a_state_with_more_rows_than_the_window_reaches_is_refused(window):
+    wide, layer = (Attention(HIDDEN, num_heads=2, window=size) for size in (None, window))
+    _, state = wide(inputs(2, window))
+    for tokens in (1, 20):
+        with pytest.raises(ValueError, match=f"must be .2, {window - 1}, .*got .2, {window},"):
+            layer(inputs(2, tokens), state)
+
+
 def test_default_window():
     assert SlidingWindowAttention(HIDDEN, num_heads=2).window == 2048
     assert Attention(HIDDEN, num_heads=2).window is None

@@ -152,6 +152,8 @@ def test_what_is_no_state_is_refused(tmp_path):
     for name in (*contents, "weights", "index", "missing"):
         with pytest.raises(ValueError, match=f"path must be a state written by save_state.*{name}"):
             load_state(tmp_path / name)
+    with pytest.raises(ValueError, match="weights: it holds other tensors"):
+        load_state(tmp_path / "weights")
 
 
 def test_select_takes_slices_indices_and_flags():

@@ -280,6 +280,8 @@ class Attention(Mixer):
             return self.init_state(layout.sequences)
         keys = state.get("keys") if isinstance(state, dict) else None
         rows = keys.shape[1] if isinstance(keys, Tensor) and keys.ndim == 4 else 0
+        # A state of a larger window, or of attention to all, holds tokens that these do not see.
+        rows = rows if self.window is None else min(rows, self.window - 1)
         empty = self.init_state(0)
         for name in ("keys", "values", "valid"):
             empty[name] = empty[name].new_empty(0, rows, *empty[name].shape[2:])

@@ -191,14 +191,16 @@ def load_state(path: str | Path) -> State | ModelState:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            described = fitted(_Described, parse((file.metadata() or {})["deltarule_state"]))
+            if not (written := (file.metadata() or {}).get("deltarule_state")):
+                raise ValueError("it holds other tensors")
+            described = fitted(_Described, parse(written))
             if not 0 <= described.layers <= MOST_LAYERS:
                 raise ValueError(f"it says that it has {described.layers} layers")
             layers = [State() for _ in range(described.layers)]
             for key in file.keys():  # noqa: SIM118  (safe_open is not a mapping)
                 index, _, name = key.partition(".")
                 layers[int(index)][name] = file.get_tensor(key)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, IndexError) as error:
+    except (OSError, SafetensorError, TypeError, ValueError, IndexError) as error:
         raise ValueError(
             f"path must be a state written by save_state, got {path}: {error}"
         ) from None
