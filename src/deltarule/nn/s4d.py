@@ -90,7 +90,8 @@ def chunks_of(layout: Layout) -> Chunks:
 
 def filtered(u: Tensor, filters: Filters, state: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """y [B, T, H, V] of u, in float32 at least, and the state [N, H, V, 2 K] after that before."""
-    cut = chunks_of(layout)
+    # Of a layer in float64 the parameters may be float32.
+    cut, filters = chunks_of(layout), Filters(*(x.to(state.dtype) for x in filters))
     if (context := layout.context) is not None:
         # By way of the processes before this one. Turned back to the first token of the row, a
         # state is multiplied by real numbers alone.
@@ -124,9 +125,8 @@ def in_chunks(u: Tensor, filters: Filters, state: Tensor, cut: Chunks) -> tuple[
     lag = i[:, None] - i
     toeplitz = taps[lag.clamp(min=0)].masked_fill((lag < 0)[..., None, None], 0)
     y = torch.einsum("ijhv, mjhv -> mihv", toeplitz, rows)
-    signs = torch.ones_like(read[0]).chunk(2, dim=-1)
-    real_part = 2 * torch.cat([signs[0], -signs[1]], dim=-1) * read[1:]
-    y = y + torch.einsum("ihvk, mhvk -> mihv", real_part, starts)
+    real, imaginary = read[1:].chunk(2, dim=-1)
+    y = y + 2 * torch.einsum("ihvk, mhvk -> mihv", torch.cat([real, -imaginary], dim=-1), starts)
     # Padding reads what comes last.
     places = cut.places.clamp(max=cut.number * cut.size - 1)
     y = y.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, places.shape)
