@@ -302,12 +302,15 @@ POOL = {
 PREFILL = {
     "borders must be tokens at multiples of 64": {"borders": torch.tensor([1])},
     "borders must be tokens at multiples of 64 .*got": {"borders": torch.tensor([4])},
+    r"borders must be a tensor \[M\], got list": {"borders": [0]},
+    "borders must be int32 or int64, got torch.float32": {"borders": torch.zeros(1)},
     "write_indices must name no slot twice": {"write_indices": TWICE},
 }
 ROWS_OF_SLOTS = torch.tensor([[0, 1, 2], [-1, -1, -1]])
 DRAFTS = {
     "must have S >= 3 tokens, got S = 2": {"state_indices": torch.tensor([[0, 1], [2, -1]])},
     r"accepted must be \[N\] = \[2\] beside state_indices \[N, S\]": {"accepted": TWICE},
+    r"accepted must be a tensor \[N\], got list": {"accepted": [1, 1]},
     "accepted must lie in 1 to S = 3": {
         "state_indices": ROWS_OF_SLOTS, "accepted": torch.tensor([1, 4])
     },
@@ -320,6 +323,8 @@ TAPS = {
     r"bias must be \[D\] = \[6\] or None": {"bias": ZEROS(5)},
     r"must have R >= 3, got R = 2": {"state": ZEROS(3, 2, 6)},
     r"must have R >= 4, got R = 3": {"accepted": TWICE},
+    r"accepted must be a tensor \[N\], got list": {"accepted": [1, 1]},
+    r"accepted must be 1 or more, got \[0, 1\]": {"accepted": TWICE - torch.tensor([1, 0])},
     "must name no slot twice": {"state_indices": TWICE},
     "pool_convolution has no gradient": {"x": ZEROS(2, 2, 6).requires_grad_()},
 }

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltarule.ops.checks import check_axes, readable, shape
+from deltarule.ops.checks import check_axes, check_dense, readable, shape
 from deltarule.ops.dispatch import Impl, choose
 from deltarule.ops.few_tokens import check_no_gradient
 from deltarule.ops.fused import short_conv as fused
@@ -115,7 +115,7 @@ def check(call: Convolution, out: Tensor | None) -> None:
     x, weight, bias, _, state, reads, writes, accepted, null_index, cu_seqlens = call
     check_axes("x", x, "[B, T, D]", 3)
     check_axes("weight", weight, "[D, W]", 2)
-    channels = x.shape[2]
+    channels, least = x.shape[2], call.reach
     if weight.shape[0] != channels or weight.shape[1] < 1:
         raise ValueError(f"weight must be [D, W] = [{channels}, >= 1], got {shape(weight)}")
     if bias is not None and bias.shape != (channels,):
@@ -128,13 +128,15 @@ def check(call: Convolution, out: Tensor | None) -> None:
     check_slots(reads, writes, rows, state, null_index)
     check_room("out", out, "[B, T, D]", x.shape, x)
     check_no_gradient("pool_convolution", (x, weight, bias, state, out))
-    least = call.reach
     if accepted is not None:
+        check_dense("accepted", accepted, " [N]")
         if accepted.shape != (rows,):
             raise ValueError(f"accepted must be [N] = [{rows}] or None, got {shape(accepted)}")
         if readable(x):
-            longest = max(call.offsets.diff().tolist(), default=0)
-            least = max(least, least - 1 + longest, least - 1 + max(accepted.tolist(), default=1))
+            kept = accepted.tolist()
+            if min(kept, default=1) < 1:
+                raise ValueError(f"accepted must be 1 or more, got {kept}")
+            least += max(1, *kept, *call.offsets.diff().tolist()) - 1
     if state.shape[1] < least:
         raise ValueError(f"state [slots, R, D] must have R >= {least}, got R = {state.shape[1]}")
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import readable, shape
+from deltarule.ops.checks import check_axes, readable
 from deltarule.ops.chunks import CHUNK_ROWS
 from deltarule.ops.delta_rule.implementations import (
     IMPLEMENTATIONS,
@@ -144,12 +144,11 @@ def check(call: Prefill, out: Tensor | None) -> None:
     check_no_gradient("pool_prefill", (*inputs[:7], state, out))
     if borders is None:
         return
-    if CHUNK_ROWS % call.inputs.n_steps:
-        raise ValueError(
-            f"borders need n_steps that divides {CHUNK_ROWS}, got {call.inputs.n_steps}"
-        )
-    if borders.ndim != 1 or borders.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"borders must be [M], int32 or int64, got {shape(borders)}")
+    if CHUNK_ROWS % inputs.n_steps:
+        raise ValueError(f"borders need n_steps that divides {CHUNK_ROWS}, got {inputs.n_steps}")
+    check_axes("borders", borders, "[M]", 1)
+    if borders.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"borders must be int32 or int64, got {borders.dtype}")
     if readable(borders):
         _, place = within(call.offsets, borders)
         inside = (borders >= 0) & (borders < call.offsets[-1])
@@ -206,8 +205,7 @@ def border_states(call: Prefill, saved: Tensor, backend: str) -> Tensor:
     kept: Any = Call(inputs, make_plan(inputs))
     kernels.keep(kept, True, saved)
     size = kept.plan.sizes["CT"]
-    first = offsets[:-1] // size + torch.arange(inputs.sequences, device=offsets.device)
-    if inputs.cu_seqlens is None:
-        first = torch.arange(inputs.sequences, device=offsets.device)
-        first *= -(-inputs.q.shape[1] // size)
+    first = torch.arange(inputs.sequences, device=offsets.device)
+    each = -(-inputs.q.shape[1] // size)
+    first = first * each if inputs.cu_seqlens is None else first + offsets[:-1] // size
     return kept["states"][first[sequence] + place // size]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import readable, shape
+from deltarule.ops.checks import check_dense, readable, shape
 from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.gate_logits import NO_MAPS, BetaLogits, DecayLogits, Step, checked
 from deltarule.ops.delta_rule.implementations import Request, run_reference
@@ -110,11 +110,11 @@ def check(step: Step, slots: Tensor) -> None:
     check_pool(state, "[slots, HV, V, K]", inputs.state_shape[1:], dtypes, inputs.q)
     check_indices("state_indices", slots, "[N] or [N, S]", rows, state, step.null_index)
     most = slots.shape[1] if slots.ndim == 2 else None
-    if accepted is not None and (most is None or accepted.shape != (rows,)):
-        raise ValueError(
-            f"accepted must be [N] = [{rows}] beside state_indices [N, S], got {shape(accepted)} "
-            f"beside {shape(slots)}"
-        )
+    if accepted is not None:
+        check_dense("accepted", accepted, " [N]")
+        if most is None or accepted.shape != (rows,):
+            said = f"accepted must be [N] = [{rows}] beside state_indices [N, S]"
+            raise ValueError(f"{said}, got {shape(accepted, slots)}")
     if most is None or not readable(state):
         return
     longest = max(offsets_of(inputs.cu_seqlens, inputs.q).diff().tolist(), default=0)
