@@ -42,6 +42,15 @@ def test_generate_with_and_without_a_cache(model):
     assert sampled.shape == (6, 23)
 
 
+def test_a_stop_string_is_read_with_a_tokenizer():
+    model, ids = make(), bytes_like(1, 20)
+    drawn = model.generate(ids, max_new_tokens=40, do_sample=False)[0, 20:].tolist()
+    letter = next(token for token in drawn if 32 < token < 127)
+    settings = {"stop_strings": [chr(letter)], "max_new_tokens": 40, "do_sample": False}
+    stopped = model.generate(ids, tokenizer=byte_tokenizer(), **settings)[0, 20:].tolist()
+    assert stopped == drawn[: drawn.index(letter) + 1]
+
+
 def test_padding_on_either_side_is_nothing(model):
     ids, following = bytes_like(2, 20), bytes_like(2, 1)
     mask = torch.ones_like(ids)

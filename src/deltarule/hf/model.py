@@ -77,6 +77,7 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         cache: StateCache | None = None,
+        tokenizer: Any = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Predict every next token.
 
@@ -101,6 +102,7 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
             output_hidden_states: Refused if True.
             return_dict: False gives a tuple.
             cache: What transformers calls `past_key_values` since 5.24.
+            tokenizer: As `generate` hands it on, which reads `stop_strings` with it; not read.
 
         Returns:
             Loss (with labels), logits, and the cache.
@@ -160,10 +162,7 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
             raise CheckpointError(f"tensor {missing[0]!r} of a {type(module).__name__} is missing")
 
     def _set_gradient_checkpointing(
-        self,
-        enable: bool = True,
-        gradient_checkpointing_func: Any = None,
-        every_n_layers: int = 1,
+        self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
     ) -> None:
         """The model checkpoints its own blocks, all of them."""
         self.model.activation_checkpointing = self.gradient_checkpointing = enable
