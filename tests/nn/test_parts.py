@@ -11,7 +11,7 @@ from deltarule.nn import norm as norms
 from deltarule.nn.layout import make_layout
 from deltarule.nn.norm import GatedRMSNorm, GroupRMSNorm
 from deltarule.nn.rotation import angles, angles_by_integers, rotate
-from deltarule.nn.short_conv import convolution_from_zeros
+from deltarule.nn.short_conv import at_once, convolution_from_zeros
 from nn.layers import HIDDEN, make
 from oracles import rotary
 from tolerance import relative_rms
@@ -79,6 +79,33 @@ def test_history_is_no_view_of_the_input():
     conv, x = ShortConv(3, 4), torch.randn(1, 100, 3)
     _, history = conv(x, conv.init_history(1), make_layout(x, None, None))
     assert history.untyped_storage().nbytes() == 3 * 3 * 4
+
+
+def test_streams_convolved_alike_are_one_stream_for_a_token():
+    modules = [ShortConv(size, 3, activated=False) for size in (8, 8, 5)]
+    streams = [torch.randn(2, 1, len(module.weight)) for module in modules]
+    histories = [module.init_history(2).normal_() for module in modules]
+    layout = make_layout(streams[0], None, None)
+    found, after = at_once(modules, streams, histories, layout)
+    each = zip(modules, streams, histories, strict=True)
+    for (module, x, history), y, last in zip(each, found, after, strict=True):
+        expected, following = module(x, history, layout)
+        assert torch.equal(y, expected)
+        assert torch.equal(last, following)
+
+
+@pytest.mark.parametrize("other", [(8, 4, True), (8, 3, False), (8, 4, False, True)])
+def test_streams_convolved_otherwise_are_each_on_its_own(other):
+    modules = [ShortConv(8, 4, False), ShortConv(8, 4, False), ShortConv(*other)]
+    streams, histories = [torch.randn(1, 1, 8)] * 3, [m.init_history(1) for m in modules]
+    layout = make_layout(streams[0], None, None)
+    assert at_once(modules, streams, histories, layout) is None
+    modules[2] = ShortConv(8, 4, False)
+    assert at_once(modules, streams, [*histories[:2], None], layout) is None
+    histories[2] = modules[2].init_history(1)
+    assert at_once(modules, streams, histories, layout) is not None
+    modules[2].register_forward_hook(print)
+    assert at_once(modules, streams, histories, layout) is None
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 300])

@@ -29,8 +29,9 @@ from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import gated_norm_product
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.rule import Arguments, Projections, Rule, as_it_is
-from deltarule.nn.short_conv import can_step, convolved, step_in_place, within_product
+from deltarule.nn.short_conv import at_once, can_step, convolved, step_in_place, within_product
 from deltarule.nn.state import DraftedState, FirstState, LentState, State
+from deltarule.ops.delta_rule.step import next_step
 from deltarule.ops.few_tokens import decodes
 from deltarule.shapes import Hidden, RecurrentOutput
 
@@ -260,10 +261,12 @@ class DeltaMixer(Mixer):
     def convolve_within(self, call: LayerCall, modules: dict[str, nn.Module]) -> None:
         """In a step of a few rows, let the product that makes q, k and v convolve them."""
         alone = self.conv_size and call.x.shape[1] == 1 and not self.multipliers
-        weights = plain_weights(modules.values())
-        if not alone or type(call.before) is not LentState or len(weights) < len(modules):
+        # First what rules out nearly every call.
+        if not alone or type(call.before) is not LentState or kernel_rows(call.x) < 2:
             return
-        if (whole := as_one(weights)) is None or kernel_rows(call.x, whole) < 2:
+        weights = plain_weights(modules.values())
+        whole = as_one(weights) if len(weights) == len(modules) else None
+        if whole is None or kernel_rows(call.x, whole) < 2:
             return
         convolutions = [self._modules[key] for key in CONVOLUTIONS]
         histories = [call.before[key] for key in CONVOLUTIONS]
@@ -281,7 +284,9 @@ class DeltaMixer(Mixer):
         if lent and can_step(modules, streams, histories):
             found, after = step_in_place(modules, streams, histories), histories
         else:
-            found, after = convolved(modules, streams, histories, call.layout)
+            given = modules, streams, histories, call.layout
+            one = at_once(*given) if call.decoding and call.x.shape[1] == 1 else None
+            found, after = convolved(*given) if one is None else one
         call.keep_convolved(modules, streams, histories, found, after)
 
     def of_input(self) -> dict[str, nn.Module]:
@@ -309,13 +314,15 @@ class DeltaMixer(Mixer):
     def step(self, arguments: Arguments, call: LayerCall) -> tuple[Tensor, Tensor]:
         """Carry the state token by token: a copy of the one before, unless that is lent."""
         before = call.before["recurrent"]
-        state = before if isinstance(call.before, LentState) else before.clone()
+        if not isinstance(call.before, LentState):
+            state = before.clone()
+            return ops.recurrent_step(**{"beta": None, **arguments, "state": state}), state
         kept = None
         if isinstance(call.before, DraftedState):
-            kept = state.new_empty(len(state), call.x.shape[1], *state.shape[1:])
+            kept = before.new_empty(len(before), call.x.shape[1], *before.shape[1:])
             call.before.kept["recurrent"] = kept
-        given = {"beta": None, **arguments, "state": state, "states": kept}
-        return ops.recurrent_step(**given), state
+        # The layer's own, from the call before, which was like this one.
+        return next_step(arguments, before, kept), before
 
     def finish(self, o: Tensor, projections: Projections, call: LayerCall) -> Tensor:
         o = self.rule.read_out_function(o, projections)

@@ -19,7 +19,7 @@ MOST_ROWS = 32
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T, [..., O] of x [..., I] and W [O, I]."""
-    if torch.compiler.is_compiling() or not (rows := kernel_rows(x, weight)):
+    if not (rows := kernel_rows(x, weight)):
         return F.linear(x, weight)
     if rows > 1:
         return several(x, weight)
@@ -47,7 +47,10 @@ def kernel_rows(x: Tensor, *weights: Tensor) -> int:
     One row takes any GPU as long as its weights do. More are multiplied by cuBLAS but on Hopper.
     """
     size = x.shape[-1]
-    if not x.is_cuda or not 0 < x.numel() <= MOST_ROWS * size or torch.is_grad_enabled():
+    # First what rules out every product of a step on a CPU.
+    if not x.is_cuda or torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return 0
+    if not 0 < x.numel() <= MOST_ROWS * size:
         return 0
     alike = all(x.dtype == weight.dtype and weight.is_contiguous() for weight in weights)
     if not alike or not x.is_contiguous() or torch.is_autocast_enabled("cuda"):

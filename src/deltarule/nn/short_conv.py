@@ -215,14 +215,35 @@ def can_step(
     modules: Sequence[ShortConv], streams: Sequence[Tensor], histories: Sequence[Tensor]
 ) -> bool:
     """Whether one kernel convolves the few tokens of three streams and their histories in place."""
+    if not all(map(is_fused, modules, streams)):
+        return False
     weights = [module.weight for module in modules]
-    plain = all(map(is_fused, modules, streams))
-    if not plain or not are_plain_eager((*streams, *histories, *weights)):
+    if not are_plain_eager((*streams, *histories, *weights)):
         return False
     pairs, taps = zip(streams, histories, strict=True), {weight.shape[1] for weight in weights}
     rows = all(x.dtype == h.dtype and x.stride(-1) == 1 for x, h in pairs)
     whole = all(x.is_contiguous() for x in (*weights, *histories))
     return rows and whole and len(taps) == 1 < min(taps)
+
+
+def at_once(
+    modules: Sequence[Any], streams: Sequence[Tensor], histories: Sequence[Any], layout: Layout
+) -> tuple[tuple[Tensor, ...], list[Tensor]] | None:
+    """One token of streams convolved alike, as of one: operations are dearer than its numbers."""
+    if any(type(module) is not ShortConv or is_hooked(module) for module in modules):
+        return None
+    weights = [module._parameters["weight"] for module in modules]
+    each = zip(modules, weights, streams, histories, strict=True)
+    kinds = {(m.activated, w.shape[1], x.dtype, h is None) for m, w, x, h in each}
+    biased = any(module._parameters["bias"] is not None for module in modules)
+    if len(kinds) > 1 or biased or histories[0] is None:
+        return None
+    if not are_plain_eager((*streams, *histories, *weights)):
+        return None
+    x, history = torch.cat([*streams], 2), torch.cat([*histories], 2)
+    weight, sizes = torch.cat(weights), [stream.shape[2] for stream in streams]
+    y, after = plain_convolution(x, weight, history, layout, modules[0].activated)
+    return y.split_with_sizes(sizes, 2), list(after.split_with_sizes(sizes, 2))
 
 
 def within_product(modules: Sequence[Any], histories: Sequence[Tensor], x: Tensor) -> Any:

@@ -21,6 +21,8 @@ def sequences_of(
 def computed(x: Tensor, like: Tensor | None = None) -> Tensor:
     """Widen 16-bit numbers to float32; beside `like`, take the dtype that it is computed in."""
     dtype = (x if like is None else like).dtype
+    if x.dtype == dtype == torch.float32:
+        return x
     return x.to(torch.promote_types(dtype, torch.float32))
 
 

@@ -101,7 +101,8 @@ class Step(NamedTuple):
 
 def write_strength(logits: Tensor, beta_max: float) -> Tensor:
     """beta = beta_max * sigmoid(logits)."""
-    return beta_max * torch.sigmoid(computed(logits))
+    strength = torch.sigmoid(computed(logits))
+    return strength if beta_max == 1 else beta_max * strength
 
 
 def step_and_log_decay(logits: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,14 +131,13 @@ def checked(
     own = None if isinstance(beta, BetaLogits) else beta
     own_decay = None if isinstance(log_decay, DecayLogits) else log_decay
     inputs = check_arguments(inputs._replace(beta=own, log_decay=own_decay), scale)
-    A_log = dt_bias = beta_max = lower_bound = None
     if isinstance(beta, BetaLogits):
         logits, largest = beta
         check_part("beta.logits", logits, inputs.q, {"[B, T*n, HV]": inputs.v.shape[:3]})
         check_erase(logits, inputs.a, inputs.b, inputs.n_steps, inputs.normalize_qk)
         if isinstance(largest, bool) or not isinstance(largest, int | float | torch.SymFloat):
             raise ValueError(f"beta.beta_max must be a number, got {type(largest).__name__}")
-        beta_max, inputs = float(largest), inputs._replace(beta=logits)
+        beta = BetaLogits(logits, float(largest))
     if isinstance(log_decay, DecayLogits):
         logits, A_log, dt_bias, lower_bound = log_decay
         batch, tokens, heads, _ = inputs.output_shape
@@ -153,8 +153,22 @@ def checked(
             raise ValueError(
                 f"log_decay.lower_bound must be a number < 0 or None, got {lower_bound!r}"
             )
-        inputs = inputs._replace(log_decay=logits)
-    return inputs, GateMaps(A_log, dt_bias, beta_max, lower_bound)
+    return apart(inputs, beta, log_decay)
+
+
+def apart(
+    inputs: Inputs, beta: Beta | BetaLogits | None, log_decay: Decay | DecayLogits | None
+) -> tuple[Inputs, GateMaps]:
+    """The inputs with gates or their logits, and the maps that are still to be done."""
+    A_log = dt_bias = beta_max = lower_bound = None
+    if isinstance(beta, BetaLogits):
+        beta, beta_max = beta
+    if isinstance(log_decay, DecayLogits):
+        log_decay, A_log, dt_bias, lower_bound = log_decay
+    elif log_decay is not None and log_decay.ndim == 1:
+        log_decay = log_decay.expand(inputs.output_shape[:3])
+    maps = GateMaps(A_log, dt_bias, beta_max, lower_bound)
+    return inputs._replace(beta=beta, log_decay=log_decay), maps
 
 
 def check_part(name: str, x: Tensor, q: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,10 +1,13 @@
 """The operator for decoding: a few new tokens, the state updated in place."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from deltarule.ops.delta_rule import definition
-from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, Step, checked
+from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, Step, apart, checked
 from deltarule.ops.delta_rule.implementations import Request, run_reference
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
@@ -94,6 +97,17 @@ def recurrent_step(
     step = Step(inputs, maps, state, state_indices, null_index, states)
     check_step(step)
     return choose(STEPS, step, impl, state.device).run(step)
+
+
+def next_step(arguments: Mapping[str, Any], state: Tensor, states: Tensor | None) -> Tensor:
+    """`recurrent_step` of arguments that differ in their numbers from some that were checked.
+
+    On the host the checks take as long as a quarter of the step.
+    """
+    q, beta, log_decay = arguments["q"], arguments.get("beta"), arguments.get("log_decay")
+    inputs = Inputs(**{"scale": q.shape[3] ** -0.5, **arguments})
+    step = Step(*apart(inputs, beta, log_decay), state, states=states)
+    return choose(STEPS, step, "auto", state.device).run(step)
 
 
 def check_step(step: Step) -> None:

@@ -12,6 +12,7 @@ from deltarule.ops.delta_rule.gate_logits import Step
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.passes import unit_norm
 from deltarule.ops.dispatch import without_autocast
+from deltarule.ops.sequences import computed
 
 
 def recurrent_step(step: Step) -> Tensor:
@@ -45,33 +46,37 @@ def _within(inputs: Inputs, state: Tensor, states: Tensor | None) -> Tensor:
 def _tokens(inputs: Inputs, state: Tensor, states: Tensor | None) -> Tensor:
     """Outputs [B, T, HV, V], the state carried in place and kept after each token."""
     heads, n_steps = inputs.v.shape[2], inputs.n_steps
-    q, k = inputs.q.to(inputs.dtype), inputs.k.to(inputs.dtype)
+    q, k, v = (computed(x, inputs.q) for x in inputs[:3])
+    gates = (None if x is None else computed(x, inputs.q) for x in inputs[3:7])
+    beta, a, b, log_decay = gates
     if inputs.normalize_qk:
-        q, k = unit_norm(q), unit_norm(k)
+        # Of both at once: a norm is five operations, each dearer than rows of a few tokens.
+        rows = [q.shape[1], k.shape[1]]
+        q, k = unit_norm(torch.cat([q, k], 1)).split_with_sizes(rows, 1)
     if (group := heads // q.shape[2]) > 1:
         q, k = (x.repeat_interleave(group, 2) for x in (q, k))
     # [B, T, HV, 1, K]: a row vector for each head, to multiply a state from the right.
-    q, k = q.unsqueeze(-2), k.unsqueeze(-2)
-    v = inputs.v.to(inputs.dtype).unsqueeze(-1)
+    q, k, v = q.unsqueeze(-2), k.unsqueeze(-2), v.unsqueeze(-1)
+    if beta is not None:
+        beta = beta[..., None, None]
+    if log_decay is not None:
+        # [B, T, HV] of heads or [B, T, HV, K] of channels, to [B, T, HV, 1, 1 or K].
+        decay = log_decay.exp()
+        decay = (decay.unsqueeze(-1) if decay.ndim == 3 else decay).unsqueeze(-2)
     outputs = []
     for t in range(q.shape[1]):
         erase = None
-        if inputs.a is not None and inputs.b is not None:
-            a, b = (x[:, t].to(inputs.dtype).unsqueeze(-2) for x in (inputs.a, inputs.b))
-            erase = (state * a).sum(-1, keepdim=True), b
-        if inputs.log_decay is not None:
-            log_decay = inputs.log_decay[:, t].to(inputs.dtype)
-            # [B, HV] of heads or [B, HV, K] of channels, to [B, HV, 1, 1 or K].
-            log_decay = log_decay.unsqueeze(-1) if log_decay.ndim == 2 else log_decay
-            state *= log_decay.unsqueeze(-2).exp()
+        if a is not None and b is not None:
+            erase = (state * a[:, t].unsqueeze(-2)).sum(-1, keepdim=True), b[:, t].unsqueeze(-2)
+        if log_decay is not None:
+            state *= decay[:, t]
         if erase is not None:
             state.addcmul_(*erase)
         for row in range(t * n_steps, (t + 1) * n_steps):
-            write = v[:, row]
-            if inputs.beta is not None:
-                held = (state * k[:, row]).sum(-1, keepdim=True)
-                write = inputs.beta[:, row, :, None, None].to(inputs.dtype) * (write - held)
-            state.addcmul_(write, k[:, row])
+            key, write = k[:, row], v[:, row]
+            if beta is not None:
+                write = beta[:, row] * (write - (state * key).sum(-1, keepdim=True))
+            state.addcmul_(write, key)
         outputs.append((state * q[:, t]).sum(-1) * inputs.scale)
         if states is not None:
             states[:, t] = state
