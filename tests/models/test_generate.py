@@ -81,11 +81,13 @@ def test_numbers_of_numpy_draw_as_those_of_python(make_model):
     model = make_model()
     share, options = np.float32(0.75), {"max_new_tokens": 8, "seed": 0}
     names = "temperature", "top_p", "min_p", "repetition_penalty"
-    for given in [{name: share} for name in names] + [{"top_k": np.int64(3)}]:
-        expected = {name: value.item() for name, value in given.items()}
-        assert model.generate([[1, 2]], **given, **options) == model.generate(
-            [[1, 2]], **expected, **options
-        )
+    counts = {"top_k": 3, "max_new_tokens": 5, "seed": 7, "draft": 2}
+    given = [{name: share} for name in names] + [{k: np.int64(n)} for k, n in counts.items()]
+    for one in given:
+        expected = {name: value.item() for name, value in one.items()}
+        found = model.generate([[1, 2]], **options | one)
+        assert found == model.generate([[1, 2]], **options | expected)
+        assert found == [[*model.stream([1, 2], **options | one)]]
 
 
 def test_a_stop_sequence_counts_in_the_added_tokens_only(make_model, random_tokens):
@@ -175,7 +177,9 @@ def test_finished_rows_cost_no_steps(make_model, monkeypatch):
         ({"stop": [[]]}, "stop holds an empty sequence"),
         ({"stop": [257]}, r"stop must hold tokens in \[0, 257\), got 257"),
         ({"stop": 3}, "stop must be a list of tokens or of token sequences, got 3"),
-        ({"stop": ["\n"]}, "stop must be a list of tokens or of token sequences"),
+        ({"stop": ["\n"]}, "stop must be a list of tokens or of token sequences, got text"),
+        ({"stop": [b"\n"]}, r"stop must be .*, got text: deltarule.models.bytes.encode\(text\)"),
+        ({"stop": [["\n"]]}, r"stop must be .*, got \[\['"),
         ({"cuda_graphs": "no"}, "cuda_graphs must be True, False or None, got 'no'"),
         ({"state": 3}, "state must hold the states of 4 layers, got int: give what this"),
         ({"state": ({},) * 4}, "state must hold the states of 4 layers, got tuple: give what"),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Prompt = Sequence[int] | Tensor
 Stop = int | Sequence[int]
+STOPS = "a list of tokens or of token sequences"
 
 
 def check_inputs(
@@ -98,7 +99,7 @@ class Options:
     cuda_graphs: bool
     draft: int
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Refuse what cannot be meant, naming the argument."""
         check_integer("max_new_tokens", self.max_new_tokens, smallest=0)
         temperature, top_k, *shares, penalty = self.sampling
@@ -128,21 +129,31 @@ class Options:
         check_flags({"cuda_graphs": self.cuda_graphs})
 
 
+def read_options(*given: Any) -> Options:
+    """The options, checked, in the order of the fields; NumPy's numbers become Python's."""
+    return Options(*map(of_python, given))
+
+
 def read_stops(stop: Sequence[Stop], vocab_size: int) -> list[list[int]]:
     """Return what ends a row as sequences of tokens, a token alone as one of its own."""
     try:
-        if isinstance(stop, str | bytes):
-            raise TypeError
-        stops = [as_tokens(given) for given in stop]
+        stops = [as_tokens(x) for x in without_text("stop", STOPS, stop)]
     except TypeError:
-        raise ValueError(
-            f"stop must be a list of tokens or of token sequences, got {stop!r:.80}"
-        ) from None
+        raise ValueError(f"stop must be {STOPS}, got {stop!r:.80}") from None
     for sequence in stops:
         if not sequence:
             raise ValueError("stop holds an empty sequence, which would end every row at once")
         check_range("stop", sequence, vocab_size)
     return stops
+
+
+def without_text(name: str, expected: str, given: Iterable[Any]) -> list[Any]:
+    """What is given, which may be made as it is read, as a list; text is no tokens."""
+    items = [given] if isinstance(given, str | bytes) else [*given]
+    if any(isinstance(item, str | bytes) for item in items):
+        said = "got text: deltarule.models.bytes.encode(text) makes tokens"
+        raise ValueError(f"{name} must be {expected}, {said}")
+    return items
 
 
 def as_tokens(given: Any) -> list[int]:
@@ -164,13 +175,7 @@ def check_prompts(
     """Return every prompt as a list of at least one token."""
     if not isinstance(prompts, Iterable):
         raise ValueError(f"prompts must be a list of token lists, got {type(prompts).__name__}")
-    # What is made as it is read can be read once.
-    prompts = [prompts] if isinstance(prompts, str | bytes) else [*prompts]
-    if any(isinstance(text, str | bytes) for text in prompts):
-        raise ValueError(
-            "prompts must be a list of token lists, got text: deltarule.models.bytes.encode(text) "
-            "makes tokens"
-        )
+    prompts = without_text("prompts", "a list of token lists", prompts)
     rows, vocab_size = [], model.config.vocab_size
     for index, prompt in enumerate(prompts):
         name = f"prompts[{index}]"

@@ -13,6 +13,7 @@ from deltarule.models.arguments import (
     Rows,
     Stop,
     check_prompts,
+    read_options,
     read_sampling,
     read_stops,
 )
@@ -103,8 +104,7 @@ def generate(
     """
     stops = read_stops(stop, model.config.vocab_size)
     sampling = read_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    options = Options(max_new_tokens, sampling, stops, seed, cuda_graphs, draft)
-    options.check()
+    options = read_options(max_new_tokens, sampling, stops, seed, cuda_graphs, draft)
     tokens = check_prompts(model, prompts, state)
     added: list[list[int]] = [[] for _ in tokens]
     for row, token in _sample(model, tokens, options, state):
@@ -145,8 +145,7 @@ def stream(
     """
     stops = read_stops(stop, model.config.vocab_size)
     sampling = read_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    options = Options(max_new_tokens, sampling, stops, seed, cuda_graphs, draft)
-    options.check()
+    options = read_options(max_new_tokens, sampling, stops, seed, cuda_graphs, draft)
     tokens = check_prompts(model, [prompt], state)
     return (token for _, token in _sample(model, tokens, options, state))
 
