@@ -167,13 +167,15 @@ def back(inputs: Inputs) -> None:
     wide_scan_stage.scans(call, dict.fromkeys(LEFT) | own, True)
 
 
-def scan(goal: str, inputs: Inputs, narrow: bool = False, places: str = "all") -> None:
+def scan(
+    goal: str, inputs: Inputs, narrow: bool = False, places: str = "all", makes: bool = False
+) -> None:
     """A scan over chunks of segments, or of whole sequences."""
-    call = kept(inputs)
+    call = making_pairs(inputs) if makes else kept(inputs)
     assert segment_scan_stage.can(inputs, goal)
     key = call.plan.tile_key._replace(narrow=narrow)
-    size = 0 if (goal, places) == ("outputs", "all") else 1
-    call.plan = Plan(key, call.plan.chunks, call.plan.sizes, size)
+    size, made = 0 if (goal, places) == ("outputs", "all") else 1, call.plan.made
+    call.plan = Plan(key, call.plan.chunks, call.plan.sizes, size, made)
     states, values = torch.empty(inputs.state_shape), torch.empty_like(inputs.v)
     call.values["d_o"] = values
     o = values if goal == "outputs" else None
@@ -192,22 +194,22 @@ def scores(inputs: Inputs) -> None:
     segment_scan_stage.scores(kept(inputs))
 
 
-def made(run: Callable[[Inputs], None], inputs: Inputs) -> None:
-    """Where the scan makes P, which takes no others."""
-    usual = segment_scan_stage.makes_pairs
-    segment_scan_stage.makes_pairs = lambda call: True
-    run(inputs)
-    segment_scan_stage.makes_pairs = usual
+def making_pairs(inputs: Inputs) -> Call:
+    """Where the scan makes P, for which there is no room."""
+    call = kept(inputs)
+    call.plan.made["makes_pairs"] = True
+    call.values["scores"] = None
+    return call
 
 
 def corrections(inputs: Inputs) -> None:
     """Of the pairs of rows of all chunks, without P."""
-    made(scores, inputs)
+    segment_scan_stage.scores(making_pairs(inputs))
 
 
 def making_outputs(inputs: Inputs) -> None:
     """The same as narrow_outputs, and P."""
-    made(narrow_outputs, inputs)
+    scan("outputs", inputs, narrow=True, makes=True)
 
 
 def outputs(inputs: Inputs) -> None:
@@ -231,7 +233,7 @@ def later_ends(inputs: Inputs) -> None:
 def first_outputs(inputs: Inputs) -> None:
     """Those, and P."""
     segment_scan_stage.can_follow = lambda device: True
-    made(lambda inputs: scan("outputs", inputs, narrow=True, places="first"), inputs)
+    scan("outputs", inputs, narrow=True, places="first", makes=True)
 
 
 SCANS = [ends, outputs, narrow_outputs, ends_back]

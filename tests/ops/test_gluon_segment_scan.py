@@ -136,7 +136,6 @@ def test_so_they_are_where_there_are_resets(monkeypatch) -> None:
 def test_outputs_are_those_of_the_definition(size, form, monkeypatch) -> None:
     narrow, makes = form != "wide", form == "makes pairs"
     monkeypatch.setattr(plan, "chunks_per_segment", lambda *shapes: size)
-    monkeypatch.setattr(segment_scan_stage, "makes_pairs", lambda call: makes)
     case = case_of(tokens=5 * CHUNK, normalize_qk=size == 0 and not makes)
     given = weights(case)
     call = call_of(case)
@@ -146,7 +145,7 @@ def test_outputs_are_those_of_the_definition(size, form, monkeypatch) -> None:
     own = rounded(case, given, call, "states", "scores", "corrections")
     call.values |= {name: own[name] for name in ("scores", "corrections", "scalings")}
     if makes:
-        call.values["scores"] = torch.full_like(own["scores"], torch.nan)
+        call.plan.made["makes_pairs"], call.values["scores"] = True, None
     starts = case.tensors["initial_state"]
     if size:
         each = around_all(case, given, call.plan.chunks)["states"].unflatten(0, (len(starts), -1))
@@ -194,9 +193,25 @@ def test_a_forward_alone_is_that_of_the_definition(first, monkeypatch) -> None:
     decay = case.tensors["log_decay"] * 0.05
     decay[:, 130], decay[:, 300] = -torch.inf, -200.0
     inputs = call_of(case := case.changed(log_decay=decay)).inputs
+    kept = room_of(monkeypatch)
     o, final, _ = passes.forward_stages.run(inputs, False)
     assert ran == [("ends", "later"), ("outputs", "first"), ("outputs", "later")]
     check_fused((o, final), case)
+    # Of P there is no buffer.
+    assert kept[0]["scores"] is None
+    assert kept[0]["corrections"] is not None
+
+
+def room_of(monkeypatch: pytest.MonkeyPatch) -> list[plan.Call]:
+    """The calls for which room has been made."""
+    kept, keep = [], passes.keep
+
+    def noted(call: plan.Call, *of: Any) -> Tensor:
+        kept.append(call)
+        return keep(call, *of)
+
+    monkeypatch.setattr(passes, "keep", noted)
+    return kept
 
 
 def test_only_first_segments_start_before_others_end(monkeypatch) -> None:
@@ -214,20 +229,19 @@ def test_only_first_segments_start_before_others_end(monkeypatch) -> None:
 
 @pytest.mark.parametrize(("programs", "makes"), [(1, False), (3, False), (3, True)])
 def test_scores_are_those_of_the_definition(programs, makes, monkeypatch) -> None:
-    monkeypatch.setattr(segment_scan_stage, "makes_pairs", lambda call: makes)
     monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: programs)
     case = case_of(tokens=5 * CHUNK)
     call = call_of(case)
-    names = "scores", "corrections", "scalings", "chunk_decay"
+    names = ("scores", "corrections", "scalings", "chunk_decay")[makes:]
+    if makes:
+        call.plan.made["makes_pairs"] = True
     shapes = kept_shapes(call, True)
     for name in names:
         shape, dtype = shapes[name]
         call.values[name] = torch.full(shape, torch.nan, dtype=dtype)
     segment_scan_stage.scores(call)
     expected = around_all(case, weights(case), call.plan.chunks)
-    if makes:
-        assert call["scores"].isnan().all()
-    for name in names[makes:]:
+    for name in names:
         bar = 1e-5 if call[name].dtype == torch.float32 else 8e-3
         assert relative_rms(call[name], expected[name]) < bar, name
 
@@ -237,7 +251,8 @@ def test_a_call_alone_has_a_plan_of_its_own_where_narrow_tiles_fill_the_gpu(monk
 
     def planned(batch: int, tokens: int, heads: int) -> tuple[bool, int]:
         x = torch.empty(batch, tokens, heads, SIZE, dtype=torch.bfloat16, device="meta")
-        inputs = call_of(case_of(tokens=CHUNK)).inputs._replace(q=x, k=x, v=x)
+        case = case_of(tokens=CHUNK, heads=heads, value_heads=heads)
+        inputs = call_of(case).inputs._replace(q=x, k=x, v=x)
         own = segment_scan_stage.alone(plan.Call(inputs, plan.new_plan(inputs))).plan
         return own.tile_key.narrow, own.per_segment
 
@@ -246,6 +261,29 @@ def test_a_call_alone_has_a_plan_of_its_own_where_narrow_tiles_fill_the_gpu(monk
     # Too many heads, and too few chunks.
     assert planned(1, 32768, 64) == (False, 0)
     assert planned(1, 1024, 8) == (False, 0)
+
+
+def test_segments_of_its_own_are_shorter_and_their_kernels_are_compiled_together(
+    monkeypatch,
+) -> None:
+    monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: 132)
+    case = case_of(batch=1, tokens=CHUNK, heads=4, value_heads=4)
+    inputs = call_of(case).inputs
+    key = call_of(case).plan.tile_key
+
+    def asked(tokens: int, size: int, narrow: bool = True) -> tuple[int, Any]:
+        x = torch.empty(1, tokens, 4, SIZE, dtype=torch.bfloat16, device="meta")
+        here = inputs._replace(q=x, k=x, v=x)
+        sizes = call_of(case).plan.sizes
+        usual = plan.Plan(key._replace(narrow=narrow), tokens // CHUNK, sizes, size)
+        return segment_scan_stage.segments_alone(here, usual), plan.kernel_key(here, usual)
+
+    # 17 segments for 8 tiles: of 16 chunks they are no more than 16.
+    assert asked(16384, 16)[0] == 0
+    assert asked(16384, 17)[0] == 16
+    assert asked(16384, 16, narrow=False)[0] == 16
+    assert asked(16384, 0)[0] == 16
+    assert asked(16384, 16)[1] != asked(4096, 4)[1] == asked(4096, 5)[1]
 
 
 def test_a_plan_is_asked_once_and_a_call_for_its_scale_and_company_each_time(monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """When a scan over chunks is one kernel with roles, and its launch: where programs are few."""
 
 import math
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -76,8 +77,6 @@ def run(
     elif goal == "back":
         own["v"] = call["d_o"]
     made = goal == "outputs" and makes_pairs(call)
-    if made:
-        own["scores"] = None
     own["log_scale"] = math.log2(call.inputs.scale) if made else 0.0
     grid = call.once(programs_of, goal, places), 1, 1
     call.run(call.once(scan_launch, goal, made, places), grid, own)
@@ -97,23 +96,37 @@ def places_of(call: Call) -> str:
 
 
 def alone(call: Call) -> Call:
-    """A call that keeps nothing, with a plan of its own where that fills the GPU.
+    """A call that keeps nothing, with a plan of its own."""
+    return Call(call.inputs, call.once(plan_alone, takes(call, "scores")), call.given)
+
+
+def plan_alone(call: Call, scored: bool) -> Plan:
+    made: dict[Hashable, Any] = {}
+    plan = call.plan
+    if size := segments_alone(call.inputs, plan):
+        plan = replace(plan, tile_key=plan.tile_key._replace(narrow=True), per_segment=size)
+        made["early"] = True
+    if scored and plan.tile_key.narrow:
+        # Beside a narrow tile there is room to make P, which nobody else wants.
+        made["makes_pairs"] = True
+    return replace(plan, made=made)
+
+
+def segments_alone(inputs: Inputs, plan: Plan) -> int:
+    """Chunks in a segment where a forward that keeps nothing has others than a plan, or 0.
 
     The outputs of first segments are made beside the ends of the others, the last of which has
-    none: with m segments of narrow tiles there are m - 1 programs a tile at once, twice.
+    none: with m segments of narrow tiles there are m - 1 programs a tile at once, twice. Where
+    segments are no shorter for it, it would only be one more launch.
     """
-    return Call(call.inputs, call.once(plan_alone), call.given)
-
-
-def plan_alone(call: Call) -> Plan:
-    batch, tokens, value_heads, values = call.inputs.v.shape
+    if not can(inputs, "outputs"):
+        return 0
+    batch, tokens, value_heads, values = inputs.v.shape
     chunks, tiles = tokens // CHUNK.value, batch * value_heads * (values // VALUES.value)
-    segments = multiprocessors(call.inputs.q.device) // tiles + 1
-    if segments < LEAST_SEGMENTS or chunks < LEAST_CHUNKS * segments:
-        return call.plan
-    key = call.plan.tile_key._replace(narrow=True)
-    size = blocks(chunks, segments)
-    return replace(call.plan, tile_key=key, per_segment=size, made={"early": True})
+    segments = multiprocessors(inputs.q.device) // tiles + 1
+    size, narrow = blocks(chunks, segments), plan.tile_key.narrow
+    few = segments < LEAST_SEGMENTS or chunks < LEAST_CHUNKS * segments
+    return 0 if few or (narrow and 0 < plan.per_segment <= size) else size
 
 
 def programs_of(call: Call, goal: str, places: str = "all") -> int:
@@ -140,16 +153,14 @@ def scores(call: Call) -> None:
     per_program = blocks(batch * chunks * value_heads, programs)
     own: dict[str, Any] = {"per_program": per_program, "log_scale": math.log2(call.inputs.scale)}
     if made:
-        own |= {"q": None, "scores": None}
+        own["q"] = None
     grid = batch * blocks(chunks, per_program) * value_heads, 1, 1
     call.run(call.once(scores_launch, made), grid, own)
 
 
 def makes_pairs(call: Call) -> bool:
-    """Whether the scan makes P, which nobody else wants: beside a narrow tile there is room."""
-    kept = call["states"] is not None or call["again"]
-    makes = not kept and call.once(parts, "outputs") == 1
-    return makes and takes(call, "scores") and takes(call, "outputs")
+    """Whether the scan makes P, and not the scores."""
+    return "makes_pairs" in call.plan.made
 
 
 def scores_launch(call: Call, made: bool) -> FusedLaunch:

@@ -106,12 +106,12 @@ def new_plan(inputs: Inputs) -> Plan:
 
 
 def kernel_key(inputs: Inputs, plan: Plan) -> Hashable:
-    """What kernels are compiled for, but for what few calls differ in, which compile later."""
+    """What kernels are compiled for (long segments have some more); rare ones compile later."""
     _, tokens, heads, key_size = inputs.q.shape
     sizes = heads, key_size, *inputs.v.shape[2:], inputs.n_steps
     rule = inputs.erase, inputs.decay, inputs.normalize_qk
     given = inputs.cu_seqlens is None, inputs.initial_state is None
-    own = plan.tile_key, plan.per_segment > 0, tokens % plan.sizes["CT"] == 0
+    own = plan.tile_key, plan.per_segment.bit_length(), tokens % plan.sizes["CT"] == 0
     return inputs.q.device, inputs.q.dtype, *sizes, *rule, *given, *own
 
 

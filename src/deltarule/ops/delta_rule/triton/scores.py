@@ -134,7 +134,7 @@ def score_shapes(inputs: Inputs, planned: Plan) -> Shapes:
     chunks, rows = (planned.chunks, sizes["HV"] // inputs.per_gate), sizes["BT"]
     tied, scaled = inputs.beta is not None, inputs.log_decay is not None or inputs.normalize_qk
     shapes: Shapes = {}
-    if not scans_score(inputs, planned):
+    if not ("makes_pairs" in planned.made or scans_score(inputs, planned)):
         shapes["scores"] = (*chunks, sizes["BQ"], rows), dtype
     if tied:
         shapes["corrections"] = (*chunks, rows, rows), dtype
