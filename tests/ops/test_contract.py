@@ -310,6 +310,8 @@ def test_other_derivatives_name_the_reference(name):
         gradient.sum().backward()
     with pytest.raises(NotImplementedError, match='impl="reference"'):
         torch.func.jvp(found, (v,), (v,))
+    with pytest.raises(NotImplementedError, match='impl="reference"'):
+        torch.func.jvp(torch.func.grad(found), (v,), (v,))
     _, tangent = torch.func.jvp(reference, (v,), (v,))
     assert_close(tangent, (torch.func.grad(reference)(v) * v).sum())
 

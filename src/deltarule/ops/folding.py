@@ -119,7 +119,7 @@ def unfold(x: Tensor, size: int, axis: int) -> Tensor:
     return x.unflatten(axis, (size, -1)).movedim(axis, 0)
 
 
-def transformed(operator: Any, setup_context: Any, backward: Any) -> Any:
+def transformed(operator: Any, setup_context: Any, backward: Any, jvp: Any) -> Any:
     """An operator in the form that torch.func.grad and its kin look for."""
 
     def forward(*args: Any) -> Any:
@@ -129,5 +129,6 @@ def transformed(operator: Any, setup_context: Any, backward: Any) -> Any:
     rules = {
         "generate_vmap_rule": True, "forward": staticmethod(forward),
         "setup_context": staticmethod(setup_context), "backward": staticmethod(backward),
+        "jvp": staticmethod(jvp),
     }  # fmt: skip
     return type("Transformed", (torch.autograd.Function,), rules)

@@ -128,9 +128,9 @@ class Registered(Generic[Inputs]):
         self.backward_operator = self.registered(
             name_backward, schema, self.backward_body, self.fake_backward
         )
-        register = torch.library.register_autograd
+        register, none = torch.library.register_autograd, self.no_derivative
         register(f"deltarule::{name}", self.differentiate, setup_context=self.set_up)
-        register(f"deltarule::{name_backward}", self.no_derivative)
+        register(f"deltarule::{name_backward}", none)
         # Without a rule of its own, an operator is for vmap what its body does.
         forward, backward = self.body, self.backward_body
         if self.fold is not None:
@@ -138,9 +138,9 @@ class Registered(Generic[Inputs]):
             folding = Folding(self, self.fold)
             torch.library.register_vmap(f"deltarule::{name}", folding.vmap)
             torch.library.register_vmap(f"deltarule::{name_backward}", folding.vmap_backward)
-        self.transformed = transformed(forward, self.set_up, self.differentiate)
+        self.transformed = transformed(forward, self.set_up, self.differentiate, none)
         # There is no second derivative to save for.
-        self.transformed_backward = transformed(backward, lambda *_: None, self.no_derivative)
+        self.transformed_backward = transformed(backward, lambda *_: None, none, none)
 
     def body(self, *args: Any) -> Any:
         outputs = self.run_forward(args)
