@@ -696,4 +696,5 @@ def run(
         machine = Machine(program, seed + program, programs)
         given = {name: Pointer(x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
         whole = partial(interpreted(kernel, machine), **given)
-        whole() if roles else machine.specialize([(whole, ())])
+        shared_out = roles and "warp_specialize" in kernel.fn.__code__.co_names
+        whole() if shared_out else machine.specialize([(whole, ())])

@@ -230,6 +230,34 @@ def later_ends(inputs: Inputs) -> None:
     scan("ends", inputs, narrow=True, places="later")
 
 
+def halved_ends(inputs: Inputs) -> None:
+    """With A as halves."""
+    call = kept(inputs)
+    call.plan = Plan(call.plan.tile_key, call.plan.chunks, call.plan.sizes, 1, {"alone": True})
+    call.values["ends"] = torch.empty(halved_shape(inputs))
+    segment_scan_stage.leave_ends(call, inputs.initial_state)
+
+
+def halved_shape(inputs: Inputs) -> tuple[int, ...]:
+    """Of ends of three segments."""
+    _, heads, values, keys = inputs.state_shape
+    return 3 * inputs.sequences, heads, values + keys, keys
+
+
+def starts(inputs: Inputs, processors: int = 132) -> None:
+    """Those of segments from such ends."""
+    call = Call(inputs, new_plan(inputs))
+    ends = torch.empty(halved_shape(inputs))
+    call.values |= {"ends": ends, "halves": ends.view(torch.bfloat16)}
+    segment_scan_stage.multiprocessors = lambda device: processors
+    segment_scan_stage.starts(call, inputs.initial_state)
+
+
+def wide_starts(inputs: Inputs) -> None:
+    """Of more programs than multiprocessors."""
+    starts(inputs, 1)
+
+
 def first_outputs(inputs: Inputs) -> None:
     """Those, and P."""
     segment_scan_stage.can_follow = lambda device: True
@@ -238,6 +266,7 @@ def first_outputs(inputs: Inputs) -> None:
 
 SCANS = [ends, outputs, narrow_outputs, ends_back]
 PAIRS = [scores, corrections, making_outputs, later_ends, first_outputs]
+PAIRS += [halved_ends, starts, wide_starts]
 
 
 def passes_of(form: Form) -> list[Callable[[Inputs], None]]:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from promised import promised
 
@@ -53,11 +54,15 @@ def found(case: Case, given: tuple[Tensor, Tensor], size: int, bounded: bool = T
     segment_scan_stage.run(call, "ends", first, ends)
     if ends.shape[0] > 2 * len(given[1]):
         # Where first segments have outputs at the same time.
-        others = torch.full_like(ends, torch.nan)
+        others = torch.empty_like(ends)
+        call.values["halves"] = others.view(torch.bfloat16).fill_(torch.nan)
         segment_scan_stage.run(call, "ends", None, others, places="later")
+        halves = call.values.pop("halves")[..., SIZE:, :].reshape(*ends.shape[:2], 2, SIZE, SIZE)
+        others[..., SIZE:, :] = halves.float().sum(2)
         each = others.unflatten(0, (len(given[1]), -1))
         each[:, 0] = ends.unflatten(0, (len(given[1]), -1))[:, 0]
-        torch.testing.assert_close(others, ends, rtol=0, atol=0, equal_nan=True)
+        assert_close(others[..., :SIZE, :], ends[..., :SIZE, :], rtol=0, atol=0, equal_nan=True)
+        assert_close(others, ends, rtol=2**-16, atol=1e-38, equal_nan=True)
     d_ends = None
     if segment_scan_stage.can(call.inputs, "back"):
         d_ends = torch.full((shape[0], *call.inputs.state_shape[1:]), torch.nan)
@@ -171,6 +176,32 @@ def first_outputs(call: plan.Call, initial: Tensor, starts: Tensor, o: Tensor) -
     starts[:, 0] = torch.nan
 
 
+@pytest.mark.parametrize("processors", [16, 15])
+@pytest.mark.parametrize(("segments", "given"), [(7, True), (2, True), (3, False)])
+def test_starts_follow_from_halves_of_transitions(segments, given, processors, monkeypatch) -> None:
+    """By programs of 16 rows, or of 32; of more products than A have room, and of none."""
+    monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: processors)
+    call = call_of(case_of(tokens=CHUNK, value_heads=1))
+    ends = torch.randn(2 * segments, 1, 2 * SIZE, SIZE)
+    # States that nothing erases, and that hardly decay: an error of one direction would show.
+    exact = torch.eye(SIZE) * 0.9990234 + 1e-3 * torch.randn(2 * segments, 1, SIZE, SIZE)
+    upper = exact.bfloat16()
+    halves = torch.stack([upper, (exact - upper.float()).bfloat16()], 2)
+    ends.view(torch.bfloat16)[..., SIZE:, :] = halves.view(2 * segments, 1, SIZE, 2 * SIZE)
+    initial = torch.randn(2, 1, SIZE, SIZE) if given else None
+    call.values |= {"ends": ends, "halves": ends.view(torch.bfloat16)}
+    starts = segment_scan_stage.starts(call, initial).unflatten(0, (2, segments)).double()
+    states, each = ends[..., :SIZE, :].double().unflatten(0, (2, segments)), exact.double()
+    each = each.unflatten(0, (2, segments))
+    truth = [torch.zeros_like(states[:, 0]) if initial is None else initial, states[:, 0]]
+    for i in range(1, segments - 1):
+        truth.append(truth[-1] @ each[:, i] + states[:, i])
+    for i, expected in enumerate(truth):
+        assert relative_rms(starts[:, i], expected) < 2**-17, i
+        size = (starts[:, i] * expected).sum() / expected.square().sum()
+        assert (size - 1).abs() < 2**-20 or initial is None, i
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_a_forward_alone_is_that_of_the_definition(first, monkeypatch) -> None:
     """First segments beside the ends of the others, or before them, and P made by the scans."""
@@ -212,6 +243,27 @@ def room_of(monkeypatch: pytest.MonkeyPatch) -> list[plan.Call]:
 
     monkeypatch.setattr(passes, "keep", noted)
     return kept
+
+
+def test_so_it_is_in_the_segments_that_a_forward_that_keeps_has(monkeypatch) -> None:
+    """A are halves all the same; tiles are wide, and P is made by the scores."""
+    monkeypatch.setattr(segment_scan_stage, "suits", lambda call, goal: can(call.inputs, goal))
+    monkeypatch.setattr(plan, "chunks_per_segment", lambda *shapes: 1)
+    can, run, ran = segment_scan_stage.can, segment_scan_stage.run, []
+    monkeypatch.setattr(
+        segment_scan_stage, "run", lambda *of: (ran.append((of[1], *of[5:])), run(*of))
+    )
+    case = case_of(batch=1, tokens=6 * CHUNK, value_heads=1)
+    inputs = call_of(case := case.changed(log_decay=case.tensors["log_decay"] * 0.05)).inputs
+    kept = room_of(monkeypatch)
+    o, final, _ = passes.forward_stages.run(inputs, False)
+    assert ran == [("ends", "all"), ("outputs", "all")]
+    assert kept[0]["halves"] is not None
+    assert kept[0]["scores"] is not None
+    check_fused((o, final), case)
+    # What is kept for a backward has A in float32.
+    passes.forward_stages.run(inputs, True)
+    assert kept[1]["halves"] is None
 
 
 def test_only_first_segments_start_before_others_end(monkeypatch) -> None:

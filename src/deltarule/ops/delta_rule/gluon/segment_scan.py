@@ -193,11 +193,13 @@ def end_of(scalings, K: gl.constexpr):
 
 @gluon.jit
 def state_role(
-    shared, start, end, GIVEN: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
-    K: gl.constexpr, SLOTS: gl.constexpr, GOAL: gl.constexpr, MAKES: gl.constexpr,
+    shared, states, GIVEN: gl.constexpr, HALVED: gl.constexpr, PART: gl.constexpr,
+    PARTS: gl.constexpr, K: gl.constexpr, SLOTS: gl.constexpr, GOAL: gl.constexpr,
+    MAKES: gl.constexpr,
 ):  # fmt: skip
     """64 rows of S, A or D from chunk to chunk, in registers."""
     tiles, barriers, work = shared
+    start, end, halves = states
     STATE: gl.constexpr = product(K)
     o_v = PART * VALUES + gl.arange(0, VALUES, gl.SliceLayout(1, STATE))[:, None]
     o_k = gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
@@ -233,7 +235,12 @@ def state_role(
                 tiles.o.index(PART).permute((1, 0)).store(o.to(tiles.o.dtype))
                 fence_async_shared()
                 mbarrier.arrive(barriers.written.index(PART))
-    gl.store(end + o_s, s, mask=o_s < gl.where(work.ends, ROWS, 0))
+    if HALVED and work.transition:
+        upper = s.to(tiles.k.dtype)
+        gl.store(halves + o_s, upper)
+        gl.store(halves + K * K + o_s, (s - upper.to(gl.float32)).to(tiles.k.dtype))
+    else:
+        gl.store(end + o_s, s, mask=o_s < gl.where(work.ends, ROWS, 0))
 
 
 @gluon.jit
@@ -332,7 +339,7 @@ def new_tiles(
 
 @gluon.jit(do_not_specialize=["heads", "value_heads", "per_stretch", "T"])
 def segment_scan_kernel(
-    q, k, v, scores, corrections, scalings, start, o, end, log_scale, heads,
+    q, k, v, scores, corrections, scalings, start, o, end, halves, log_scale, heads,
     value_heads, per_stretch, T, K: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr,
     SLOTS: gl.constexpr, GOAL: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr,
     FOLLOWS: gl.constexpr,
@@ -340,7 +347,8 @@ def segment_scan_kernel(
     """Descriptors up to scalings, and o. With "back" v is dO.
 
     start [stretches, HV, V, K], or but for "outputs" [N, HV, V, K] of sequences. end is that of
-    sequences with "outputs", that of stretches "back", and with "ends" has A [K, K] after each S.
+    sequences with "outputs", that of stretches "back", and with "ends" has A [K, K] after each S,
+    or in 16 bits, as which halves has the same memory, the upper half of A and the lower.
 
     PLACES: outputs of the "first" stretches start and end as "ends" do, beside the ends of "later"
     ones, which then have outputs, too; or "all" at once.
@@ -360,23 +368,27 @@ def segment_scan_kernel(
     )  # fmt: skip
     q, scores, o = present(q, k), present(scores, corrections), present(o, v)
     first, last = (stretch, sequence) if GOAL == "outputs" and not FIRST else (sequence, stretch)
-    end += (last.to(gl.int64) * value_heads * V + work.column) * K
+    at = (last.to(gl.int64) * value_heads * V + work.column) * K
     if GOAL == "ends" or FIRST:
         # Each S and A after it.
-        end += (last * value_heads + work.head).to(gl.int64) * (K * K)
-        end += gl.where(work.transition, V * K, 0)
+        at += (last * value_heads + work.head).to(gl.int64) * (K * K)
+        at += gl.where(work.transition, V * K, 0)
+    end += at
+    HALVED: gl.constexpr = GOAL == "ends" and halves is not None
+    if HALVED:
+        halves += 2 * at
     GIVEN: gl.constexpr = start is not None
     if GIVEN:
         start += (first.to(gl.int64) * value_heads * V + work.column) * K
-    start = present(start, end)
+    states = present(start, end), end, present(halves, end)
     barrier()
     shared = tiles, barriers, work
     loads = q, k, v, scores, corrections, scalings
     if PARTS == 2:
         gl.warp_specialize(
             [
-                (state_role, (shared, start, end, GIVEN, 0, PARTS, K, SLOTS, GOAL, False)),
-                (state_role, (shared, start, end, GIVEN, 1, PARTS, K, SLOTS, GOAL, False)),
+                (state_role, (shared, states, GIVEN, HALVED, 0, PARTS, K, SLOTS, GOAL, False)),
+                (state_role, (shared, states, GIVEN, HALVED, 1, PARTS, K, SLOTS, GOAL, False)),
                 (load_role, (shared, loads, K, PARTS, SLOTS, GOAL, False)),
                 (store_role, (shared, o, PARTS, GOAL)),
             ],
@@ -386,7 +398,7 @@ def segment_scan_kernel(
     elif MAKES:
         gl.warp_specialize(
             [
-                (state_role, (shared, start, end, GIVEN, 0, PARTS, K, SLOTS, GOAL, True)),
+                (state_role, (shared, states, GIVEN, HALVED, 0, PARTS, K, SLOTS, GOAL, True)),
                 (pair_role, (shared, log_scale, SLOTS)),
                 (load_role, (shared, loads, K, PARTS, SLOTS, GOAL, True)),
                 (store_role, (shared, o, PARTS, GOAL)),
@@ -397,7 +409,7 @@ def segment_scan_kernel(
     else:
         gl.warp_specialize(
             [
-                (state_role, (shared, start, end, GIVEN, 0, PARTS, K, SLOTS, GOAL, False)),
+                (state_role, (shared, states, GIVEN, HALVED, 0, PARTS, K, SLOTS, GOAL, False)),
                 (load_role, (shared, loads, K, PARTS, SLOTS, GOAL, False)),
                 (store_role, (shared, o, PARTS, GOAL)),
             ],

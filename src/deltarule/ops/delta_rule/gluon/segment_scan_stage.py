@@ -11,6 +11,7 @@ from torch import Tensor
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES
 from deltarule.ops.delta_rule.gluon.segment_scan import segment_scan_kernel
 from deltarule.ops.delta_rule.gluon.segment_scores import segment_scores_kernel
+from deltarule.ops.delta_rule.gluon.segment_starts import halved_starts_kernel
 from deltarule.ops.delta_rule.gluon.stage import ForwardLaunch
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks
@@ -85,14 +86,45 @@ def run(
 def leave_ends(call: Call, initial: Tensor | None) -> None:
     """The ends of segments, and in a call with a plan of its own the outputs of the first ones."""
     places = places_of(call)
+    call.values["halves"] = halved(call)
     run(call, "ends", None if places == "later" else initial, call["ends"], None, places)
     if places == "later":
         run(call, "outputs", initial, call["ends"], call["first_o"], "first")
 
 
+def halved(call: Call) -> Tensor | None:
+    """Where A lies as the halves that a forward asks for that keeps nothing, else None."""
+    return call["ends"].view(torch.bfloat16) if "alone" in call.plan.made else None
+
+
 def places_of(call: Call) -> str:
     """Which segments have ends at once, and then outputs."""
     return "later" if "early" in call.plan.made else "all"
+
+
+# Rows of the state in a program that finds starts, more where those make more programs than there
+# are multiprocessors; and segments whose A are in shared memory at once.
+START_ROWS, STARTS = (16, 32), 3
+
+
+def starts(call: Call, boundary: Tensor | None) -> Tensor:
+    """The states at the segments' starts, where ends have left halves of A (segment_starts.py)."""
+    sequences, value_heads, values, keys = call.inputs.state_shape
+    found = call.empty((len(call["ends"]), value_heads, values, keys))
+    few, rows = START_ROWS
+    if sequences * value_heads * blocks(values, few) <= multiprocessors(call.inputs.q.device):
+        rows = few
+    own = {"boundary": boundary, "starts": found, "segments": len(found) // sequences}
+    grid = sequences * value_heads * blocks(values, rows), 1, 1
+    call.run(call.once(starts_launch, rows), grid, own)
+    return found
+
+
+def starts_launch(call: Call, rows: int) -> FusedLaunch:
+    keys, values = SIZES
+    constants = {"HV": call.inputs.v.shape[2], "K": keys, "V": values, "BV": rows}
+    constants |= {"SLOTS": STARTS, "num_warps": 8}
+    return FusedLaunch(halved_starts_kernel, constants, {"halves": (keys, [keys, keys])})
 
 
 def alone(call: Call) -> Call:
@@ -101,7 +133,7 @@ def alone(call: Call) -> Call:
 
 
 def plan_alone(call: Call, scored: bool) -> Plan:
-    made: dict[Hashable, Any] = {}
+    made: dict[Hashable, Any] = {"alone": True}
     plan = call.plan
     if size := segments_alone(call.inputs, plan):
         plan = replace(plan, tile_key=plan.tile_key._replace(narrow=True), per_segment=size)

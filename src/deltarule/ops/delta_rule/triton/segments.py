@@ -121,6 +121,8 @@ def first_states(call: Call) -> Tensor:
     if not join or join.start is not None:
         leave_ends(call)
     initial = join.states(call) if join else call.inputs.initial_state
+    if call["halves"] is not None and (fused := segment_scan(call, "ends")):
+        return fused.starts(call, initial)
     return segment_starts(call, initial, call["ends"], False)
 
 
