@@ -23,9 +23,8 @@ from deltarule.ops.delta_rule.gluon.channel_memory import (
     of_chunk,
 )
 from deltarule.ops.delta_rule.gluon.channel_pairs import ONE, leave_copies, leave_exact
-from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, below, invert
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, invert
 from deltarule.ops.delta_rule.gluon.memory import BLOCK, CHUNK, product
-from deltarule.ops.delta_rule.gluon.products import score_places
 from deltarule.ops.delta_rule.gluon.score import blocks_of, leave_blocks
 from deltarule.ops.runtime.gluon_tiles import barrier
 
@@ -39,8 +38,6 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
         LAYOUT: gl.constexpr = product(CHUNK)
         o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
         o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
-        on_16, on_32 = below(1), below(2)
-        places = score_places(CHUNK, True, False)
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         mbarrier.wait(barriers.full.index(slot), phase)
@@ -78,7 +75,7 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
             barrier()
             # P is there, and no product reads `near_low`.
             mbarrier.wait(barriers.paired.index(0), i & 1)
-            t = invert(own, slot, slot, on_16, on_32, places, i & 1, FORM.SAVE)
+            t = invert(own, slot, slot, FORM.SAVE)
             if not FORM.SAVE:
                 t = gl.where(o_i == o_j, 1.0, t)
             tiles.t.index(slot).store(t.to(tiles.t.dtype))

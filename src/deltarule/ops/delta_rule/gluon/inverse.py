@@ -6,7 +6,7 @@ The blocks of 16 rows on the diagonal by substitution, a block a warp and a colu
 
 With U = T - I, and U_s = - T_s L of all columns with T_s of the blocks of s rows (in whose own
 columns it is T_s - I), rows of 16 and then two doublings, in which the operands of the products are
-rounded to float16:
+rounded to float16, by instructions of a warp that want no fence and are not waited for:
 
     U_16 = - T_16 L                         U_2s = U_s + (U_s)_21 U_s
 
@@ -18,17 +18,15 @@ I + N B,
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mma_v2,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATE, GATES, product
-from deltarule.ops.delta_rule.gluon.products import finish, operand, start, tell, value
 from deltarule.ops.runtime.gluon_tiles import barrier
 
 # Of products of batches, one 16 x 16 block (or 16 rows) a warp.
 BATCH = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
+# Of products of 64 rows, 16 a warp, by a block's 16 columns.
+BY_BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 # [block, column]: a block a warp, a column a lane (the upper lanes do what the lower ones do).
 COLUMNS = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -146,32 +144,7 @@ def invert_blocks(minus_l, identity, factor, out, scaled):
 
 
 @gluon.jit
-def below(blocks: gl.constexpr):
-    """1 in the blocks (2 b + 1, 2 b) of `blocks` * 16 rows, 0 elsewhere: a factor, not a condition.
-
-    A choice between numbers of 16 bits would take their registers apart.
-    """
-    LAYOUT: gl.constexpr = product(CHUNK)
-    row = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None] // (BLOCK * blocks)
-    column = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :] // (BLOCK * blocks)
-    return gl.where(row == column + 1, gl.where((column & 1) == 0, 1.0, 0.0), 0.0)
-
-
-@gluon.jit
-def double(u, beta_u, on, room, places, done, phase):
-    """U or N of the blocks of twice as many rows; `on` is 1 in their lower left halves."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, product(CHUNK), 2)
-    room.store(beta_u.to(gl.float16))
-    fence_async_shared()
-    left = operand(places.rows, (u * on).to(gl.float16), LEFT)
-    barrier()
-    u = start(places.pairs, left, room, u)
-    tell(done)
-    return value(finish((u,), done, phase), product(CHUNK))
-
-
-@gluon.jit
-def invert(tiles, slot, gate_slot, on_16, on_32, places, phase, SAVE: gl.constexpr):
+def invert(tiles, slot, gate_slot, SAVE: gl.constexpr):
     """U, or with SAVE N [64, 64], of what leave_m left."""
     at_t = tiles.t.index(slot)
     minus_l = at_t._reinterpret(gl.float32, [BLOCK, BLOCKS, BLOCK], PLAIN)
@@ -196,8 +169,58 @@ def invert(tiles, slot, gate_slot, on_16, on_32, places, phase, SAVE: gl.constex
     u = with_blocks(u, own)
     # T is not known yet, and its slot free again.
     room = at_t._reinterpret(gl.float16, [CHUNK, CHUNK], at_t.layout)
-    u = double(u, u * beta if SAVE else u, on_16, room, places, places.has_16, phase)
-    return double(u, u * beta if SAVE else u, on_32, tiles.rows, places, places.has_32, phase)
+    return double_twice(u, beta, room, tiles.rows, SAVE)
+
+
+@gluon.jit
+def double_twice(u, beta, of_16, of_32, SAVE: gl.constexpr):
+    """U or N of 64 rows: a, b, c, d are its columns, 16 each, and products of zeros are left out.
+
+    In a tile for each level lies beta U, for the warps of other rows.
+    """
+    block = gl.arange(0, CHUNK, gl.SliceLayout(1, BY_BLOCK))[:, None] // BLOCK
+    a, b, c, d = four(gl.permute(gl.reshape(u, [CHUNK, 2, 2, BLOCK]), (0, 3, 1, 2)))
+    a, b = gl.convert_layout(a, BY_BLOCK), gl.convert_layout(b, BY_BLOCK)
+    c, d = gl.convert_layout(c, BY_BLOCK), gl.convert_layout(d, BY_BLOCK)
+    if SAVE:
+        beta = gl.convert_layout(beta, BY_BLOCK)
+    leave_column(of_16, 0, a * beta)
+    leave_column(of_16, 1, b * beta)
+    leave_column(of_16, 2, c * beta)
+    second, fourth = of_rows(a, block == 1), of_rows(c, block == 3)
+    barrier()
+    a = add_product(a, second, of_16, 0, 0)
+    a = add_product(a, fourth, of_16, 2, 0)
+    b = add_product(b, fourth, of_16, 2, 1)
+    c = add_product(c, fourth, of_16, 2, 2)
+    leave_column(of_32, 0, a * beta)
+    leave_column(of_32, 1, b * beta)
+    first, second = of_rows(a, block >= 2), of_rows(b, block >= 2)
+    barrier()
+    a = add_product(a, first, of_32, 0, 0)
+    a = add_product(a, second, of_32, 1, 0)
+    b = add_product(b, second, of_32, 1, 1)
+    u = gl.permute(joined((a, b, c, d)), (0, 2, 3, 1))
+    return gl.convert_layout(gl.reshape(u, [CHUNK, CHUNK]), product(CHUNK))
+
+
+@gluon.jit
+def leave_column(tile, COLUMN: gl.constexpr, x):
+    tile.slice(COLUMN * BLOCK, BLOCK, dim=1).store(x.to(gl.float16))
+
+
+@gluon.jit
+def of_rows(x, there):
+    """A left operand: x of some rows, and zero in the others."""
+    x = (x * gl.where(there, 1.0, 0.0)).to(gl.float16)
+    return gl.convert_layout(x, gl.DotOperandLayout(0, BY_BLOCK, 2))
+
+
+@gluon.jit
+def add_product(total, left, tile, ROW: gl.constexpr, COLUMN: gl.constexpr):
+    """total + left times a block of the tile."""
+    right = tile.slice(ROW * BLOCK, BLOCK).slice(COLUMN * BLOCK, BLOCK, dim=1)
+    return mma_v2(left, right.load(gl.DotOperandLayout(1, BY_BLOCK, 2)), total)
 
 
 @gluon.jit

@@ -37,12 +37,12 @@ StatePlaces = namedtuple(
     "state out erased pairs "
     # S, W or X, and X as it is written, in 16 bits.
     "low_state low_values written "
-    # Done: S Q^T; S K^T; K Q^T; T W; what S and o come to.
-    "has_out has_erased has_pairs has_values has_state",
+    # Done: S Q^T; S K^T; K Q^T; T W; P X, where o is stored first; what S and o come to.
+    "has_out has_erased has_pairs has_values has_read has_state",
 )
 
-# Of the score role: K K^T, then U, or without an erase K Q^T; a left operand in float16.
-ScorePlaces = namedtuple("ScorePlaces", "pairs rows has_pairs has_16 has_32")
+# Of the score role: K K^T, or without an erase K Q^T.
+ScorePlaces = namedtuple("ScorePlaces", "pairs has_pairs")
 
 # Of the role that computes gradients: all operands are in shared memory.
 GradientPlaces = namedtuple(
@@ -75,28 +75,25 @@ def state_places(
     TIED: gl.constexpr, TENSOR: gl.constexpr,
 ):  # fmt: skip
     """A state role's, for so many QUERIES of a chunk, of which it makes so many ROWS of P."""
-    found = StatePlaces(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    found = StatePlaces(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     if TENSOR:
-        erased, pairs, has_erased, has_pairs, has_values = 0, 0, 0, 0, 0
+        erased, pairs, has_erased, has_pairs, has_values, has_read = 0, 0, 0, 0, 0, 0
         if TIED:
             erased, pairs = room_for(gl.float32, CHUNK), room_for(gl.float32, ROWS)
-            has_erased, has_pairs, has_values = told(), told(), told()
+            has_erased, has_pairs, has_values, has_read = told(), told(), told(), told()
         found = StatePlaces(
             room_for(gl.float32, K), room_for(gl.float32, QUERIES), erased, pairs,
             room_for(dtype, K), room_for(dtype, CHUNK), room_for(dtype, CHUNK),
-            told(), has_erased, has_pairs, has_values, told(),
+            told(), has_erased, has_pairs, has_values, has_read, told(),
         )  # fmt: skip
     return found
 
 
 @gluon.jit
 def score_places(QUERIES: gl.constexpr, TIED: gl.constexpr, TENSOR: gl.constexpr):
-    found = ScorePlaces(0, 0, 0, 0, 0)
+    found = ScorePlaces(0, 0)
     if TENSOR:
-        pairs, rows, has_16, has_32 = room_for(gl.float32, CHUNK if TIED else QUERIES), 0, 0, 0
-        if TIED:
-            rows, has_16, has_32 = room_for(gl.float16, CHUNK), told(), told()
-        found = ScorePlaces(pairs, rows, told(), has_16, has_32)
+        found = ScorePlaces(room_for(gl.float32, CHUNK if TIED else QUERIES), told())
     return found
 
 

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from deltarule.ops.delta_rule.gluon.inverse import (
     BATCH,
     PLAIN_3D,
-    below,
     four,
     invert,
 )
@@ -61,15 +60,15 @@ def later(ROWS: gl.constexpr, FIRST: gl.constexpr, STEPS: gl.constexpr):
 @gluon.jit
 def finish_pairs(
     tiles, slot, pair_slot, scale, kq, places, phase, FIRST: gl.constexpr,
-    ROWS: gl.constexpr, FORM: gl.constexpr,
+    ROWS: gl.constexpr, FORM: gl.constexpr, LEFT: gl.constexpr = 0,
 ):  # fmt: skip
-    """Wait for k_j . q_i and leave P of the rows i of a part."""
+    """Wait for k_j . q_i, with LEFT products begun since, and leave P of the rows i of a part."""
     LAYOUT: gl.constexpr = product(ROWS)
     I: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     J: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     not_before = later(ROWS, FIRST, FORM.STEPS)
     gate = slot * GATES
-    kq = value(finish((kq,), places.has_pairs, phase), LAYOUT)
+    kq = value(finish((kq,), places.has_pairs, phase, LEFT), LAYOUT)
     if FORM.DECAY:
         sum_i = tiles.gates.index(gate + GATE.QUERY_SUM).slice(FIRST, ROWS).load(I)[None, :]
         sum_j = tiles.gates.index(gate + GATE.COLUMN_SUM).load(J)[:, None]
@@ -97,7 +96,6 @@ def score_role(shared, scale, places, SLOTS: gl.constexpr, FORM: gl.constexpr):
         LAYOUT: gl.constexpr = product(CHUNK)
         o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
         o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
-        on_16, on_32 = below(1), below(2)
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         mbarrier.wait(barriers.full.index(slot), phase)
@@ -108,7 +106,7 @@ def score_role(shared, scale, places, SLOTS: gl.constexpr, FORM: gl.constexpr):
         if TIED:
             leave_m(tiles, slot, slot, places, i & 1, FORM)
             barrier()
-            t = invert(tiles, slot, slot, on_16, on_32, places, i & 1, SAVE)
+            t = invert(tiles, slot, slot, SAVE)
             if not SAVE:
                 t = gl.where(o_i == o_j, 1.0, t)
             tiles.t.index(slot).store(t.to(tiles.t.dtype))

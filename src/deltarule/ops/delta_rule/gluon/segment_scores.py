@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltarule.ops.delta_rule.gluon.forward import new_tiles
 from deltarule.ops.delta_rule.gluon.gates import gate_role
-from deltarule.ops.delta_rule.gluon.inverse import below, invert
+from deltarule.ops.delta_rule.gluon.inverse import invert
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, Barriers, Form, Place, Saved
 from deltarule.ops.delta_rule.gluon.products import score_places
 from deltarule.ops.delta_rule.gluon.score import finish_pairs, leave_m, start_pairs
@@ -60,7 +60,6 @@ def load_role(shared, q, k, K: gl.constexpr, FORM: gl.constexpr):
 def pair_role(shared, of_gates, scale, places, FORM: gl.constexpr):
     tiles, barriers, place, saved = shared
     full, empty = of_gates
-    on_16, on_32 = below(1), below(2)
     for i in range(place.chunks):
         row, phase = (place.slot + i * place.value_heads) * CHUNK, i & 1
         mbarrier.wait(barriers.full.index(0), phase)
@@ -74,7 +73,7 @@ def pair_role(shared, of_gates, scale, places, FORM: gl.constexpr):
         leave_m(tiles, 0, i % 2, places, phase, FORM)
         # A barrier of the role, too.
         mbarrier.arrive(barriers.empty.index(0))
-        n = invert(tiles, 0, i % 2, on_16, on_32, places, phase, True)
+        n = invert(tiles, 0, i % 2, True)
         tiles.t.index(0).store(n.to(tiles.t.dtype))
         fence_async_shared()
         mbarrier.arrive(empty.index(i % 2))

@@ -50,10 +50,10 @@ def state_role(
     STATE: gl.constexpr = product(K)
     TOKENS: gl.constexpr = product(CHUNK)
     QUERIES: gl.constexpr = CHUNK // FORM.STEPS
+    ROWS: gl.constexpr = QUERIES // PARTS
+    LATE: gl.constexpr = FORM.TIED or FORM.SAVE
     READS: gl.constexpr = product(QUERIES)
-    OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
-    TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
     dtype: gl.constexpr = tiles.q.dtype
     o_s, there = rows_of_state(PART * VALUES, VALUES, K, PARTS * VALUES, FORM, STATE)
     if FORM.INITIAL:
@@ -67,15 +67,23 @@ def state_role(
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         pair_slot = i % PAIR_SLOTS if FORM.TIED else slot
         gate = slot * GATES
+        if FORM.TIED:
+            mbarrier.wait(barriers.full.index(slot), phase)
+            # P wants nothing of S: made while S is rounded and read, it is waited for by nobody.
+            kq = start_pairs(tiles, slot, places, PART * ROWS, ROWS)
         left = operand(places.low_state, value(s, STATE).to(dtype), OF_TOKENS)
-        mbarrier.wait(barriers.full.index(slot), phase)
+        if not FORM.TIED:
+            mbarrier.wait(barriers.full.index(slot), phase)
         q, k = tiles.q.index(slot).permute((1, 0)), tiles.k.index(slot).permute((1, 0))
         o = start(places.out, left, q, nothing, False)
         tell(places.has_out)
         if FORM.TIED:
+            pairs = slot, pair_slot, scale, kq
+            leave_pairs(shared, pairs, places, i & 1, PART, ROWS, FORM)
             erased = start(places.erased, left, k, zero, False)
             tell(places.has_erased)
         number = place.slot + i * place.value_heads
+        at = i, slot, pair_slot, number
         if FORM.SAVE:
             low = value(left, STATE)
             save_state(shared, i, number, low, PART, PARTS, K, FORM)
@@ -93,39 +101,21 @@ def state_role(
             o = o * scale
         if FORM.TIED:
             erased = value(finish((erased,), places.has_erased, i & 1), TOKENS)
-            at = i, slot, pair_slot, number, scale
             s, x, errors = written_values(
                 shared, at, places, s, v, erased, zero, PART, PARTS, K, SLOTS, FORM
             )
         else:
-            x = v.to(gl.float32)
+            x, errors = v.to(gl.float32), zero
             s = decayed(tiles, gate, places, s, K, FORM.DECAY)
-        written = x
-        if FORM.DECAY or FORM.UNIT:
-            written = x * tiles.gates.index(gate + GATE.WRITE).load(TOKEN)[None, :]
-        low = operand(places.written, written.to(dtype), OF_STATE)
-        s = start(places.state, low, tiles.k.index(slot), s)
-        low, p = operand(places.low_values, x.to(dtype), OF_TOKENS), tiles.p.index(pair_slot)
-        o = start(places.out, low, p.permute((1, 0)), o)
-        tell(places.has_state)
-        if FORM.SAVE and FORM.TIED:
-            tma.store_wait(copies_between(FORM))
-            barrier()
-            tiles.errors.index(PART).permute((1, 0)).store(errors)
-            fence_async_shared()
-        s, o = finish((s, o), places.has_state, i & 1)
-        mbarrier.arrive(barriers.empty.index(slot))
-        # With SAVE there has been an arrival for nothing before.
-        mbarrier.wait(barriers.stored.index(PART), (i & 1) if FORM.SAVE else (i & 1) ^ 1)
-        tiles.o.index(PART).permute((1, 0)).store(value(o, READS).to(dtype))
-        if not FORM.SAVE:
+        s = updated(shared, at, places, s, o, x, errors, PART, K, FORM)
+        if not LATE:
             fence_async_shared()
             mbarrier.arrive(barriers.written.index(PART))
-        elif FORM.TIED:
+        elif FORM.SAVE and FORM.TIED:
             errors = tiles.errors.index(PART)
-            at = place_of_errors(place, i, number, PART, PARTS, FORM.LENDS)
-            tma.async_copy_shared_to_global(saved.errors, at, errors)
-    if FORM.SAVE:
+            to = place_of_errors(place, i, number, PART, PARTS, FORM.LENDS)
+            tma.async_copy_shared_to_global(saved.errors, to, errors)
+    if LATE:
         fence_async_shared()
         mbarrier.arrive(barriers.written.index(PART))
         tma.store_wait(0)
@@ -180,19 +170,78 @@ def save_state(
 
 
 @gluon.jit
+def leave_pairs(
+    shared, pairs, places, phase, PART: gl.constexpr, ROWS: gl.constexpr, FORM: gl.constexpr
+):
+    """This role's rows of P, while S Q^T is under way."""
+    tiles, barriers, _, _ = shared
+    slot, pair_slot, scale, kq = pairs
+    finish_pairs(tiles, slot, pair_slot, scale, kq, places, phase, PART * ROWS, ROWS, FORM, 1)
+    fence_async_shared()
+    mbarrier.arrive(barriers.paired.index(pair_slot))
+    if not FORM.SAVE:
+        # The fence was that of o of the chunk before, too; first of all, of nothing.
+        mbarrier.arrive(barriers.written.index(PART))
+
+
+@gluon.jit
+def updated(
+    shared, at, places, s, o, x, errors, PART: gl.constexpr, K: gl.constexpr, FORM: gl.constexpr
+):
+    """S of the chunk's end. P X is added to o, which is stored; with an erase while S goes on."""
+    tiles, barriers, _, _ = shared
+    i, slot, pair_slot, _ = at
+    TOKENS: gl.constexpr = product(CHUNK)
+    OF_STATE: gl.constexpr = gl.DotOperandLayout(0, product(K), 2)
+    OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
+    O_FIRST: gl.constexpr = FORM.TIED and not FORM.SAVE
+    dtype: gl.constexpr = tiles.q.dtype
+    written, p = x, tiles.p.index(pair_slot).permute((1, 0))
+    if FORM.DECAY or FORM.UNIT:
+        write = tiles.gates.index(slot * GATES + GATE.WRITE)
+        written = x * write.load(gl.SliceLayout(0, TOKENS))[None, :]
+    if O_FIRST:
+        o = start(places.out, operand(places.low_values, x.to(dtype), OF_TOKENS), p, o)
+        tell(places.has_read)
+    low = operand(places.written, written.to(dtype), OF_STATE)
+    s = start(places.state, low, tiles.k.index(slot), s)
+    if not O_FIRST:
+        o = start(places.out, operand(places.low_values, x.to(dtype), OF_TOKENS), p, o)
+    tell(places.has_state)
+    if FORM.SAVE and FORM.TIED:
+        tma.store_wait(copies_between(FORM))
+        barrier()
+        tiles.errors.index(PART).permute((1, 0)).store(errors)
+        fence_async_shared()
+    if O_FIRST:
+        o = finish((o,), places.has_read, i & 1, 1)
+    else:
+        s, o = finish((s, o), places.has_state, i & 1)
+        mbarrier.arrive(barriers.empty.index(slot))
+    # With an erase or SAVE there has been an arrival for nothing before.
+    LATE: gl.constexpr = 1 if FORM.TIED or FORM.SAVE else 0
+    mbarrier.wait(barriers.stored.index(PART), (i & 1) ^ 1 ^ LATE)
+    out = tiles.o.index(PART)
+    out.permute((1, 0)).store(value(o, product(CHUNK // FORM.STEPS)).to(dtype))
+    if O_FIRST:
+        s = finish((s,), places.has_state, i & 1)
+        mbarrier.arrive(barriers.empty.index(slot))
+    return s
+
+
+@gluon.jit
 def written_values(
     shared, at, places, s, v, erased, zero, PART: gl.constexpr, PARTS: gl.constexpr,
     K: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """S decayed, X, and with SAVE E, once this role's rows of P are there, too."""
     tiles, barriers, _, saved = shared
-    i, slot, pair_slot, number, scale = at
+    i, slot, pair_slot, number = at
     ROWS: gl.constexpr = CHUNK // FORM.STEPS // PARTS
     TOKENS: gl.constexpr = product(CHUNK)
     TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
     dtype: gl.constexpr = tiles.q.dtype
     gate, f = slot * GATES, zero
-    kq = start_pairs(tiles, slot, places, PART * ROWS, ROWS)
     erased *= tiles.gates.index(gate + GATE.ERASE).load(TOKEN)[None, :]
     beta = tiles.gates.index(gate + GATE.BETA).load(TOKEN)[None, :]
     if FORM.SAVE:
@@ -201,9 +250,6 @@ def written_values(
     else:
         w = v.to(gl.float32) * beta - erased
     right = operand(places.low_values, w.to(dtype), gl.DotOperandLayout(0, TOKENS, 2))
-    finish_pairs(tiles, slot, pair_slot, scale, kq, places, i & 1, PART * ROWS, ROWS, FORM)
-    fence_async_shared()
-    mbarrier.arrive(barriers.paired.index(pair_slot))
     if FORM.SCORES:
         pairs = tiles.p.index(pair_slot)
         if PARTS > 1:
