@@ -17,8 +17,8 @@ from deltarule.ops.delta_rule.triton.tile_tables import REGISTERS, TABLES
 from deltarule.ops.runtime import machine
 
 KERNELS = ("pair_scores", "next_state", "next_state_backward", "gradients")
-DECAYED = ("exact_scores", "fast_scores", "next_state", "next_state_backward",
-          "pair_gradients", "exact_gradients")  # fmt: skip
+DECAYED = ("exact_scores", "fast_scores", "free_scores", "next_state", "next_state_backward",
+          "pair_gradients", "fast_gradients", "free_gradients", "exact_gradients")  # fmt: skip
 
 
 @pytest.mark.parametrize("architecture", [*TABLES, 87, 103, 110, 121])

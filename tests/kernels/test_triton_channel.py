@@ -44,7 +44,7 @@ class Unlaunched:
 @pytest.fixture
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels for bfloat16 take float32, which has room for less."""
-    monkeypatch.setattr(channel_stages, "has_fast_form", lambda inputs: inputs.erase != "free")
+    monkeypatch.setattr(channel_stages, "has_fast_form", lambda inputs: inputs.decay == "channel")
     monkeypatch.setattr(channel_stages, "SHIFT", 0.0)
     monkeypatch.setattr(channel_stages, "RANGE", 100.0)
 
@@ -60,6 +60,8 @@ FAST = [
     ("tied", {"n_steps": 4, "tokens": 17, "batch": 2, "heads": 2, "value_heads": 4}),
     ("none", {"tokens": 130, "normalize_qk": True, "key_size": 70}),
     ("none", {"tokens": 66, "value_heads": 2, "value_size": 140}),
+    ("free", {"tokens": 130, "heads": 2, "value_heads": 4, "value_size": 70}),
+    ("free", {"lengths": (3, 0, 70), "value_heads": 2, "key_size": 40}),
 ]
 
 
@@ -77,7 +79,7 @@ def test_fast_chunks(
 
 
 @overflows
-@pytest.mark.parametrize(("of", "save"), [(0, True), (1, False), (4, False)])
+@pytest.mark.parametrize(("of", "save"), [(0, True), (1, False), (4, False), (6, True), (7, False)])
 def test_flagged_chunks_of_blocks_above_the_bar(in_float32: None, of: int, save: bool) -> None:
     erase, sizes = FAST[of]
     case = small("channel", erase, **sizes)
@@ -96,13 +98,16 @@ def test_fast_and_flagged_chunks(in_float32: None, erase: str, sizes: dict[str, 
 
 
 @overflows
+@pytest.mark.parametrize(("erase", "n_steps"), [("tied", 2), ("free", 1)])
 @pytest.mark.parametrize(
     ("spacing", "strength"), [(1, -1e4), (2, -torch.inf), (7, -1e6), (40, -1e4), (16, -torch.inf)]
 )
-def test_resets_of_flagged_chunks(in_float32: None, spacing: int, strength: float) -> None:
+def test_resets_of_flagged_chunks(
+    in_float32: None, spacing: int, strength: float, erase: str, n_steps: int
+) -> None:
     # The second chunk has no reset.
-    case = small("channel", "tied", n_steps=2, tokens=70, value_heads=2)
-    case.tensors["log_decay"][:, :32:spacing, ::2] = strength
+    case = small("channel", erase, n_steps=n_steps, tokens=70, value_heads=2)
+    case.tensors["log_decay"][:, : 64 // n_steps : spacing, ::2] = strength
     check_roughly(case)
 
 
@@ -130,7 +135,9 @@ def test_each_row_below_the_bar_is_found_once(per: int, channels: int) -> None:
 
 
 @overflows
-@pytest.mark.parametrize(("erase", "look", "programs"), [("tied", 2, 2), ("none", 4, 1)])
+@pytest.mark.parametrize(
+    ("erase", "look", "programs"), [("tied", 2, 2), ("none", 4, 1), ("free", 2, 2)]
+)
 def test_more_flagged_chunks_than_programs(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, erase: str, look: int, programs: int
 ) -> None:
@@ -147,9 +154,12 @@ def test_more_flagged_chunks_than_programs(
 
 
 @overflows
-def test_fast_chunks_with_the_shift_that_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("erase", ["tied", "free"])
+def test_fast_chunks_with_the_shift_that_is_shipped(
+    monkeypatch: pytest.MonkeyPatch, erase: str
+) -> None:
     monkeypatch.setattr(channel_stages, "has_fast_form", lambda inputs: True)
-    case = small("channel", "tied", tokens=100, normalize_qk=True)
+    case = small("channel", erase, tokens=100, normalize_qk=erase == "tied")
     case.tensors["log_decay"][:, 1:8, ::2] = -155 * math.log(2) / 7
     case.tensors["log_decay"][:, 8:64] *= 0.01
     # As small as gradients of a mean over many tokens; after token 8 all sums are over 2^7.
@@ -165,6 +175,6 @@ def test_decays_between_weak_and_reset() -> None:
 
 
 @overflows
-@pytest.mark.parametrize(("erase", "n_steps"), [("none", 1), ("tied", 2)])
+@pytest.mark.parametrize(("erase", "n_steps"), [("none", 1), ("tied", 2), ("free", 1)])
 def test_nothing_of_fast_rows_comes_from_the_future(in_float32, erase, n_steps) -> None:
     check_causal(small("channel", erase, n_steps=n_steps, tokens=60))

@@ -67,10 +67,23 @@ def test_bfloat16(key_size: int, value_size: int, n_steps: int, decays) -> None:
 
 
 @pytest.mark.parametrize("decays", [near_the_flag, beyond_the_flag])
+@pytest.mark.parametrize(("key_size", "value_size"), [(3, 32), (64, 64), (128, 128), (256, 32)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_free_erases(key_size: int, value_size: int, groups: int, decays) -> None:
+    torch.manual_seed(key_size + groups)
+    case = make_case(
+        "channel", "free", heads=heads(key_size), value_heads=heads(key_size) * groups, tokens=128,
+        key_size=key_size, value_size=value_size,
+    )  # fmt: skip
+    check(decays(case), torch.bfloat16)
+
+
+@pytest.mark.parametrize("decays", [near_the_flag, beyond_the_flag])
 @pytest.mark.parametrize("key_size", [16, 128])
-def test_packed_sequences_without_an_erase(key_size: int, decays) -> None:
+@pytest.mark.parametrize("erase", ["none", "free"])
+def test_packed_sequences(erase: str, key_size: int, decays) -> None:
     torch.manual_seed(key_size)
-    case = make_case("channel", "none", lengths=(3, 0, 100, 64), key_size=key_size, value_size=48)
+    case = make_case("channel", erase, lengths=(3, 0, 100, 64), key_size=key_size, value_size=48)
     check(decays(case), torch.bfloat16)
 
 

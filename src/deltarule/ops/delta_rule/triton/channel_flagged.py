@@ -88,12 +88,12 @@ def decay_sums_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "chunks"])
 def flagged_scores_kernel(
-    q, k, beta, log_decay, cu_seqlens, decayed_q, erase, write, scores, corrections, scalings,
-    chunk_decay, fast_rows, sums, chunks, scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b,
-    s_decay_t, s_decay_h, s_decay_k, S: tl.constexpr,
+    q, k, a, b, beta, log_decay, cu_seqlens, decayed_q, decayed_k, erase, write, scores,
+    value_scores, corrections, from_values, scalings, chunk_decay, fast_rows, sums, chunks, scale,
+    T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k, S: tl.constexpr,
 ):  # fmt: skip
-    """As `exact_scores_kernel`, the rows after the fast ones, with `write` and the decay of their
-    chunk. A program has one room for the sums of a chunk's decays, sums [programs, ..].
+    """As `exact_scores_kernel`, the rows after the fast ones, with `write`, decayed_k and the decay
+    of their chunk. A program has one room for the sums of a chunk's decays, sums [programs, ..].
     """
     g = Gates(
         beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k
@@ -106,9 +106,10 @@ def flagged_scores_kernel(
         # `chunk_scores` counts the rooms from that of the first chunk.
         p_s = sums + (i_p.to(tl.int64) - i_x) * ROWS * S.K
         tl.debug_barrier()
-        y = Stored(decayed_q, erase, write, scores, corrections, scalings, chunk_decay, p_s)
-        x = Keys(q, k, None, None)
-        chunk_scores(x, y, g, i_m, i_h, first, tokens, fast, scale, S)
+        free = decayed_k, value_scores, from_values
+        y = Stored(decayed_q, erase, write, scores, corrections, scalings, chunk_decay, p_s, *free)
+        x = Keys(q, k, a, b)
+        chunk_scores(x, y, g, i_m, i_h, first, tokens, fast, scale, True, S)
         i_x = next_below(fast_rows, S.BT, i_x + tl.num_programs(0), count, 1, 1)
 
 

@@ -124,8 +124,13 @@ def add_scores_below_bar(b_s, b_s2, p_g, p_s, e, o_r, rows, g, S: tl.constexpr, 
 
 
 @triton.jit
-def chunk_scores(x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr):
-    """One chunk of one value head; of what each row reads, only the rows from `start` on."""
+def chunk_scores(
+    x, y, g, i_m, i_h, first, tokens, start, scale, SUMS: tl.constexpr, S: tl.constexpr
+):
+    """One chunk of one value head; of what each row reads, only the rows from `start` on.
+
+    The sums of its decays are made here, with SUMS, or have been.
+    """
     tl.static_assert(S.BT == 4 * BLOCK)
     OWN: tl.constexpr = not S.ERASING_ROWS
     rows = tl.minimum(tokens, S.CT) * S.N_STEPS
@@ -151,7 +156,7 @@ def chunk_scores(x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr
     if S.HAS_DECAY:
         p_g = decay.decays_of(g, first, i_h)
         p_s = y.sums + i_slot * ROWS * S.K
-        if OWN:
+        if SUMS:
             decay.store_sums(p_g, p_s, rows, g, S)
             decay.store_block_decays(p_s, y.chunk_decay + i_slot * S.K, S)
         b_pair, b_pair2 = tl.zeros([S.BT, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
@@ -226,7 +231,7 @@ def exact_scores_kernel(
     free = decayed_k, value_scores, from_values
     y = Stored(decayed_q, erase, write, scores, corrections, scalings, chunk_decay, sums, *free)
     x = Keys(q, k, a, b)
-    chunk_scores(x, y, g, i_m, i_h, first, tokens, 0, scale, S)
+    chunk_scores(x, y, g, i_m, i_h, first, tokens, 0, scale, not S.ERASING_ROWS, S)
 
 
 @triton.jit

@@ -63,7 +63,8 @@ def load_decays(p_g, o_r, rows, o_k, s_t, s_k, K: tl.constexpr, N_STEPS: tl.cons
     """Log decays to base 2; the first of each token's rows decays."""
     mask = (o_r < rows) & (o_r % N_STEPS == 0) & (o_k < K)
     b_g = tl.load(p_g + o_r // N_STEPS * s_t + o_k * s_k, mask=mask, other=0.0).to(tl.float32)
-    return tl.where(b_g < RESET, GONE, b_g * LOG2_E)
+    # No number counts as a reset, too: such rows are flagged.
+    return tl.where(b_g >= RESET, b_g * LOG2_E, GONE)
 
 
 @triton.jit

@@ -21,9 +21,11 @@ from deltarule.ops.delta_rule.triton.channel_flagged import (
     pair_gradients_kernel,
 )
 from deltarule.ops.delta_rule.triton.channel_gradients_fast import fast_gradients_kernel
+from deltarule.ops.delta_rule.triton.channel_gradients_free import free_gradients_kernel
 from deltarule.ops.delta_rule.triton.channel_scores_exact import exact_scores_kernel
 from deltarule.ops.delta_rule.triton.channel_scores_fast import fast_scores_kernel
-from deltarule.ops.delta_rule.triton.fetched import fast_tiles
+from deltarule.ops.delta_rule.triton.channel_scores_free import free_scores_kernel
+from deltarule.ops.delta_rule.triton.fetched import fast_tiles, free_score_tiles, free_tiles
 from deltarule.ops.delta_rule.triton.plan import (
     Call,
     Plan,
@@ -47,7 +49,7 @@ SHIFT, RANGE = 80.0, 160.0
 
 def has_fast_form(inputs: Inputs) -> bool:
     """Whether the fast kernels run first: their decays need the range of bfloat16."""
-    return inputs.q.dtype == torch.bfloat16 and inputs.decay == "channel" and inputs.erase != "free"
+    return inputs.q.dtype == torch.bfloat16 and inputs.decay == "channel"
 
 
 def chunk_grid(call: Call, heads: int) -> Grid:
@@ -94,28 +96,48 @@ def new_sums(call: Call, *of: int) -> Tensor:
 
 
 def scores(call: Call) -> None:
-    """Launch the kernels over pairs of rows, twice where the erase is free.
+    """Launch the kernels over pairs of rows, the exact ones twice where the erase is free.
 
-    The exact ones alone leave the sums of decays.
+    They leave the sums of decays, if they go alone.
     """
     for name, of in score_shapes(call.inputs, call.plan).items():
         if call[name] is None:
             call.values[name] = call.empty(*of)
-    chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
+    chunks, heads, free = call.plan.chunks, call.plan.sizes["HV"], call.inputs.erase == "free"
     if has_fast_form(call.inputs):
-        own = call.once(score_config, "fast_scores") | {"SHIFT": SHIFT, "RANGE": RANGE}
-        call.launch(fast_scores_kernel, (chunks * heads, 1, 1), own)
+        (free_scores if free else fast_scores)(call, (chunks * heads, 1, 1))
         programs = min(PROGRAMS, chunks * heads)
         # More channels at once would take too many registers around this kernel's loops.
-        own = call.once(score_config, "exact_scores", 16) | {"sums": new_sums(call, programs)}
-        call.launch(flagged_scores_kernel, (programs, 1, 1), own)
-        return
-    if call.inputs.log_decay is not None:
-        call.values["sums"] = new_sums(call, chunks, heads)
-    config = call.once(score_config, "exact_scores")
-    for erasing_rows in (False, True) if call.inputs.erase == "free" else (False,):
-        own = {**config, "ERASING_ROWS": erasing_rows}
-        call.launch(exact_scores_kernel, (chunks, heads, 1), own)
+        config = call.once(score_config, "exact_scores", 16)
+        config = call.once(score_config, "exact_scores", 16) | {"sums": new_sums(call, programs)}
+        exact, grid = flagged_scores_kernel, (programs, 1, 1)
+    else:
+        if call.inputs.log_decay is not None:
+            call.values["sums"] = new_sums(call, chunks, heads)
+        config = call.once(score_config, "exact_scores")
+        exact, grid = exact_scores_kernel, (chunks, heads, 1)
+    for erasing_rows in (False, True) if free else (False,):
+        call.launch(exact, grid, {**config, "ERASING_ROWS": erasing_rows})
+
+
+def fast_scores(call: Call, grid: Grid) -> None:
+    own = call.once(score_config, "fast_scores") | {"SHIFT": SHIFT, "RANGE": RANGE}
+    call.launch(fast_scores_kernel, grid, own)
+
+
+def free_scores(call: Call, grid: Grid) -> None:
+    from deltarule.ops.delta_rule.triton.passes import piece
+
+    q = call.inputs.q
+    ones = constant(q, triangle, call.plan.sizes["BT"], q.dtype, q.device)
+    own = call.once(free_score_config) | {"ones": ones, "decays": piece(call["log_decay"])}
+    call.launch(free_scores_kernel, grid, own, free_score_tiles)
+
+
+def free_score_config(call: Call) -> dict[str, Any]:
+    config, sizes = score_config(call, "free_scores"), call.plan.sizes
+    full = full_tiles(call.inputs, call.plan, 1) and sizes["K"] % config["BC"] == 0
+    return config | {"TMA": full, "SHIFT": SHIFT, "RANGE": RANGE}
 
 
 def backward(call: Call) -> None:
@@ -161,10 +183,15 @@ def gradients(call: Call, fast: Callable[[Call], None]) -> None:
     count = {"none": 1, "tied": 2, "free": 4}[inputs.erase]
     dtype = torch.bfloat16 if inputs.q.dtype == torch.bfloat16 else torch.float32
     call.values |= {"pairs": call.empty((call.plan.chunks, sizes["HV"], count, rows, rows), dtype)}
+    config = configuration("pair_gradients", call.plan.tile_key)
+    if inputs.erase == "free":
+        # The pairs are the same without decays, so the fast kernel takes them, too.
+        grid = call.plan.chunks, sizes["HV"], 1
+        call.launch(pair_gradients_kernel, grid, {**config, "fast_rows": None})
     if has_fast_form(inputs):
         fast(call)
-    config = configuration("pair_gradients", call.plan.tile_key)
-    call.launch(pair_gradients_kernel, chunk_grid(call, sizes["HV"]), config)
+    if inputs.erase != "free":
+        call.launch(pair_gradients_kernel, chunk_grid(call, sizes["HV"]), config)
     config = call.once(channel_config, "exact_gradients")
     call.launch(exact_gradients_kernel, chunk_grid(call, sizes["H"]), config)
     d_decay = call["d_log_decay"]
@@ -173,13 +200,17 @@ def gradients(call: Call, fast: Callable[[Call], None]) -> None:
 
 
 def fast_gradients(call: Call) -> None:
-    """Launch `fast_gradients_kernel` on all chunks; the exact kernels overwrite flagged ones."""
-    config, sizes = call.once(fast_config), call.plan.sizes
+    """Launch a fast kernel on all chunks; the exact kernels overwrite flagged ones."""
+    free, sizes = call.inputs.erase == "free", call.plan.sizes
+    config = call.once(fast_config, "free_gradients" if free else "fast_gradients")
     programs = blocks(sizes["K"], config["BC"]) * sizes["H"] * call.plan.chunks
     q, k = call.inputs[:2]
     ones = constant(q, triangle, call.plan.sizes["BT"], q.dtype, q.device)
     pointers = {"ones": ones, "p_q": q, "p_k": k}
-    call.launch(fast_gradients_kernel, (programs, 1, 1), {**config, **pointers}, fast_tiles)
+    kernel, tiles = (
+        (free_gradients_kernel, free_tiles) if free else (fast_gradients_kernel, fast_tiles)
+    )
+    call.launch(kernel, (programs, 1, 1), {**config, **pointers}, tiles)
 
 
 def triangle(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -217,13 +248,13 @@ def constant(q: Tensor, make: Callable[..., Tensor], *of: Hashable) -> Tensor:
     return found
 
 
-def fast_config(call: Call) -> dict[str, Any]:
+def fast_config(call: Call, name: str) -> dict[str, Any]:
     """The fast gradients take as many channels as their table says, even if there are fewer.
 
     On Hopper a product of fewer than 64 channels reads its operands into registers, in a loop in
     which a tile must be an operand and nothing else.
     """
-    config, sizes = configuration("fast_gradients", call.plan.tile_key), call.plan.sizes
+    config, sizes = configuration(name, call.plan.tile_key), call.plan.sizes
     # Without a second round there is no loop, and all of its tiles lie in shared memory together.
     values = min(config["BV"], max(power_of_two(sizes["V"]) // 2, 16))
     # A tile that is fetched has no rows of the next chunk, no channels of the next head, and a row

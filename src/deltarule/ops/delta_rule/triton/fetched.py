@@ -57,3 +57,21 @@ def fast_tiles(c: Mapping[str, Any]) -> Tiles:
         "states": state, "d_states": state, "q": keys, "k": keys, "d_q": keys, "d_k": keys,
         "log_decay": decays, "d_log_decay": decays, "ones": (c["BT"], [c["BT"], c["BT"]]),
     }  # fmt: skip
+
+
+def free_tiles(c: Mapping[str, Any]) -> Tiles:
+    """With a free erase, whose dv other kernels have."""
+    found = dict(fast_tiles(c))
+    del found["d_v"]
+    more = {"pairs": found["ones"]} | dict.fromkeys(("a", "b", "d_a", "d_b"), found["log_decay"])
+    return found | more
+
+
+def free_score_tiles(c: Mapping[str, Any]) -> Tiles:
+    some, square = [c["BT"], c["BC"]], (c["BT"], [c["BT"], c["BT"]])
+    keys, heads, decayed = (c["H"] * c["K"], some), (c["HV"] * c["K"], some), (c["K"], some)
+    return {
+        **dict.fromkeys(("q", "k"), keys), **dict.fromkeys(("a", "b", "decays"), heads),
+        **dict.fromkeys(("decayed_q", "decayed_k", "erase", "write"), decayed),
+        **dict.fromkeys(("ones", "scores", "value_scores", "corrections", "from_values"), square),
+    }  # fmt: skip

@@ -83,9 +83,11 @@ AMPERE: Table = {
     "gradients": {(2, 256): slices(32, 64, 8, 1), (4, 256): slices(16, 64, 8, 1)},
     "exact_scores": {(4, 256): pairs(4, 16)},
     "fast_scores": {(4, 256): deep(4, 32)},
+    "free_scores": {(4, 256): deep(8, 32)},
     "pair_gradients": {(2, 256): loop(64, 4, 1), (4, 256): loop(16, 8, 1)},
     "exact_gradients": {(4, 256): channels(4, 16, 64)},
     "fast_gradients": {(2, 256): slices(32, 32, 8, 1), (4, 256): slices(16, 32, 8, 1)},
+    "free_gradients": {(2, 256): slices(32, 32, 8, 1), (4, 256): slices(16, 32, 8, 1)},
 }  # fmt: skip
 SMALL: Table = AMPERE | {
     "next_state": AMPERE["next_state"] | {(2, 256): scan(64, 32, 8, 1)},
@@ -126,6 +128,9 @@ HOPPER: Table = AMPERE | {
     "exact_scores": {(2, 256): pairs(4, 32), (4, 256): pairs(4, 16)},
     "fast_scores": {(4, 256): deep(4, 64)},
     "fast_gradients": AMPERE["fast_gradients"] | {(2, 256): slices(64, 64, 4, 3)},
+    "free_scores": {(4, 256): {**deep(4, 32), "num_stages": 2}},
+    "free_gradients": AMPERE["free_gradients"] | {(2, 256): slices(64, 64, 4, 2)},
+    "pair_gradients_free": {(2, 128): loop(128, 8, 1)},
     # With 4 warps the assembler puts products of float32 inputs in series.
     "exact_gradients": {(2, 256): channels(4, 16, 64), (4, 256): channels(8, 16, 64)},
 }  # fmt: skip
@@ -154,6 +159,7 @@ BLACKWELL: Table = HOPPER | {
     "next_state_backward_decayed": HOPPER["next_state_backward_decayed"]
     | {(2, 128): scan(64, 64, 4, 2)},
     "exact_scores": HOPPER["exact_scores"] | {(4, 256): pairs(2, 16)},
+    "free_gradients": AMPERE["free_gradients"],
     "pair_gradients": HOPPER["pair_gradients"] | {(4, 256): loop(16, 2, 1)},
     "exact_gradients": {
         (2, 256): channels(4, 16, 64), (4, 128): channels(8, 16, 64),
