@@ -124,7 +124,9 @@ def prediction_errors(b_u, b_v, b_s, b_e, x, i_slot, o_r, S: tl.constexpr):
     if S.ERASE == "free":
         b_l = tiles.load_slot(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S)
         b_f = tl.dot(tl.trans(b_v), tl.trans(b_l), acc=b_f, input_precision=S.PRECISION)
+        # F is rounded alike in both parts of F + N F, which may cancel.
         b_low = b_f.to(dtype)
+        b_f = b_low.to(tl.float32)
     else:
         if S.SCALED:
             b_f *= tiles.load_scaling(x.scalings, i_slot, SCALING.ERASE, o_r, S)
