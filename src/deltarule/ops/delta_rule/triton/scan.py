@@ -6,7 +6,7 @@ rows, or (DECAYED: decay per channel, free erase) as decayed rows q', e', y' of 
 
     none   w = v
     tied   F = v - S e'               E = F + N Diag(beta) F        w = beta E
-    free   F = S a' + L v             w = F + N F                   and v along k'
+    free   F = S a' + L v             w = F + N F, F rounded alike    and v along k'
     O = S q' + P w (+ P2 v)           S <- S Diag(chunk) + w y' (+ v k')
 
 Backwards, with D the gradient by the state at a chunk's end, Y that by w and X that by F / beta:
@@ -124,9 +124,7 @@ def prediction_errors(b_u, b_v, b_s, b_e, x, i_slot, o_r, S: tl.constexpr):
     if S.ERASE == "free":
         b_l = tiles.load_slot(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S)
         b_f = tl.dot(tl.trans(b_v), tl.trans(b_l), acc=b_f, input_precision=S.PRECISION)
-        # F is rounded alike in both parts of F + N F, which may cancel.
-        b_low = b_f.to(dtype)
-        b_f = b_low.to(tl.float32)
+        b_low, b_f = b_f.to(dtype), b_f.to(dtype).to(tl.float32)
     else:
         if S.SCALED:
             b_f *= tiles.load_scaling(x.scalings, i_slot, SCALING.ERASE, o_r, S)
