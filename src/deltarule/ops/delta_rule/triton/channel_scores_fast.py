@@ -42,8 +42,10 @@ def deep(b_x, DEEP: tl.constexpr):
 
 @triton.jit
 def flat(b_x):
-    """[rows // DEEP, DEEP, channels] as [rows, channels]."""
-    return tl.reshape(b_x, (b_x.shape[0] * b_x.shape[1], b_x.shape[2]))
+    """[rows // DEEP, DEEP, channels], or what is flat, as [rows, channels]."""
+    if len(b_x.shape) == 3:
+        b_x = tl.reshape(b_x, (b_x.shape[0] * b_x.shape[1], b_x.shape[2]))
+    return b_x
 
 
 @triton.jit

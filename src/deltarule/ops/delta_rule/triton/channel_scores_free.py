@@ -16,7 +16,11 @@ import triton.language as tl
 from deltarule.ops.delta_rule.triton import tiles
 from deltarule.ops.delta_rule.triton.channel_decay import GONE
 from deltarule.ops.delta_rule.triton.channel_gradients_fast import store_tile, sum_rows
-from deltarule.ops.delta_rule.triton.channel_scores_fast import LARGEST, count_fast_rows
+from deltarule.ops.delta_rule.triton.channel_scores_fast import (
+    LARGEST,
+    count_fast_rows,
+    product,
+)
 from deltarule.ops.delta_rule.triton.tiles import LOG2_E, RESET, correction
 from deltarule.ops.runtime.places import chunk_place, place_of
 
@@ -31,15 +35,6 @@ def exact_sums(b_ones, b_g, low: tl.constexpr):
     else:
         b_sum = sum_rows(b_ones, b_g, low, "ieee")
     return b_sum
-
-
-@triton.jit
-def product(b_x, b_y, b_acc, PRECISION: tl.constexpr):
-    if PRECISION == "tf32":
-        # Half of the last digit that counts: tensor cores cut off what is below.
-        b_x = (b_x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
-        b_y = (b_y.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
-    return tl.dot(b_x, tl.trans(b_y), acc=b_acc, input_precision=PRECISION)
 
 
 @triton.jit

@@ -108,7 +108,6 @@ def scores(call: Call) -> None:
         (free_scores if free else fast_scores)(call, (chunks * heads, 1, 1))
         programs = min(PROGRAMS, chunks * heads)
         # More channels at once would take too many registers around this kernel's loops.
-        config = call.once(score_config, "exact_scores", 16)
         config = call.once(score_config, "exact_scores", 16) | {"sums": new_sums(call, programs)}
         exact, grid = flagged_scores_kernel, (programs, 1, 1)
     else:
