@@ -22,7 +22,9 @@ def drawn():
 @pytest.mark.parametrize("gate", [80.0, 104.0, 300.0])
 def test_a_query_that_meets_no_key_reads_zero(gate):
     p = drawn()
-    p = replace(p, beta_logits=p.beta_logits + gate, q=p.q.index_fill(1, torch.tensor([3]), 0.0))
+    # Positive, so that the divisor of no other query is near zero, whatever is drawn.
+    p = replace(p, beta_logits=p.beta_logits + gate, q=p.q.abs(), k=p.k.abs())
+    p = replace(p, q=p.q.index_fill(1, torch.tensor([3]), 0.0))
     names = ("q", "k", "v", "decay_logits", "beta_logits")
     single = replace(p, **{name: getattr(p, name).float().requires_grad_() for name in names})
     o = run(RULE, single)
@@ -30,7 +32,7 @@ def test_a_query_that_meets_no_key_reads_zero(gate):
     o.sum().backward()
     assert all(getattr(single, name).grad.isfinite().all() for name in names)
     expected = by_hand(RECURRENCES["mlstm"], p)
-    assert largest_error(o.detach().double(), expected) <= 1e-3
+    assert largest_error(o.detach().double(), expected) <= 1e-4
 
 
 def test_a_rising_gate_in_bfloat16():
