@@ -191,7 +191,7 @@ def table(form: Form, results: list[Result]) -> str:
     ]
     whole = markdown_table(["name", "system", *(made[key]["title"] for key in board)], rows)
     settings = [
-        f"- **{one['title']}**: {one['setting']}; rates "
+        f"- **{one['title']}**: {one['setting'].format_map(one)}; rates "
         f"{', '.join(f'{x:g}' for x in one['rates'])}, seeds {', '.join(map(str, one['seeds']))}; "
         f"{counts(board.get(key, []))}to run: {len(SYSTEMS) - len(board.get(key, ()))} of "
         f"{len(SYSTEMS)}."

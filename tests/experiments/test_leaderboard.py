@@ -1,6 +1,7 @@
 """The leaderboard: every system on every task, entries that go on, and a table that grows."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -73,6 +74,9 @@ def test_the_table_shows_what_is_there_and_what_is_to_run(tmp_path, scale):
         sum(f"to run: {len(SYSTEMS)} of" in x for x in lines)
         == len(BOARD.forms[scale]["columns"]) - 1
     )
+    longer = {key: one | {"steps": 7} for key, one in BOARD.forms[scale]["columns"].items()}
+    text = leaderboard.table(BOARD.forms[scale] | {"columns": longer}, [])
+    assert re.findall(r"(\d+) steps of (?:128|\d+ new)", text) == ["7"] * (7 * (scale == "gpu"))
     BOARD.draw(scale, results, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
