@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from deltarule.models import CausalLM, ModelConfig, count_parameters
@@ -146,6 +147,18 @@ def test_each_layer_says_how_its_heads_share(name, message):
         assert count_parameters(ModelConfig(**FIELDS | {"num_heads": 3} | options)) > 0
     with pytest.raises(ValueError, match=message):
         CausalLM(ModelConfig(**FIELDS | {"num_heads": 3, "layer_types": name}))
+
+
+def test_numbers_of_numpy_are_kept_as_those_of_python():
+    one, share = np.int64(1), np.float32(0.5)
+    numbers = {"num_heads": one, "vocab_size": np.uint16(9), "norm_eps": share, "beta_max": share}
+    numbers |= {"num_layers": one, "mlp_multipliers": (share, 2.0)}
+    config = ModelConfig(**FIELDS | {"layer_types": "deltanet"} | numbers)
+    plain = {n: x.item() for n, x in numbers.items() if n != "mlp_multipliers"}
+    plain["mlp_multipliers"] = (0.5, 2.0)
+    same = ModelConfig(**FIELDS | {"layer_types": "deltanet"} | plain)
+    assert config == same
+    assert config.to_json() == same.to_json()
 
 
 def test_json_round_trip():

@@ -2,7 +2,9 @@
 
 import re
 
+import numpy as np
 import pytest
+import torch
 
 from deltarule.models import ModelConfig
 from deltarule.nn import MIXERS, Attention, LatentAttention
@@ -107,6 +109,16 @@ CASES = [
 def test_wrong_options_name_the_argument(name, message, options):
     with pytest.raises(ValueError, match=message):
         MIXERS[name](**({"hidden_size": HIDDEN, "num_heads": 2} | options))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_of_numpy_become_those_of_python(name):
+    given = {"hidden_size": np.int64(HIDDEN), "num_heads": np.uint8(2)}
+    layer = MIXERS[name](**given, **({} if name in SCANS else {"norm_eps": np.float32(0.5)}))
+    assert not [x for x in vars(layer).values() if isinstance(x, np.generic)]
+    assert layer.num_heads == 2
+    state = layer.init_state(np.int64(1))
+    layer(torch.zeros(1, 2, HIDDEN), state)
 
 
 @pytest.mark.parametrize("name", NAMES)

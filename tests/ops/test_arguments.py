@@ -1,5 +1,7 @@
 """Wrong arguments are named, with what was given and what was expected: a table for each call."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -72,6 +74,8 @@ DELTA = {
     "n_steps must be an integer": {"n_steps": True},
     "normalize_qk must be True or False, got 'none'": {"normalize_qk": "none"},
     "batch_invariant must be True or False, got 1": {"batch_invariant": 1},
+    "save_states must be True or False, got 'no'": {"save_states": "no"},
+    "return_transition must be True or False, got 'no'": {"return_transition": "no"},
     "scale must be a number or None, got str": {"scale": "a"},
     "scale must be a number .* multiply q": {"scale": ONE(())},
     "v must have a multiple of the 2 heads .* got 3": {"v": GOOD["v"][:, :, :3]},
@@ -168,6 +172,7 @@ LOGITS |= {
 SCAN = {
     r"v must have 4 axes \[B, T, HV, V\], got \[4\]": {"v": ZEROS(4)},
     f"v {FLOATING}": {"v": ZEROS(1, 2, HV, V).long()},
+    "signed must be True or False, got 'no'": {"signed": "no"},
     "v needs at least one head": {"v": ZEROS(1, 2, 0, V)},
     r"q must have 4 axes \[B, T, H, K\] or constant \[HV, V, K\], got \[3\]": {"q": ZEROS(3)},
     r"k must be \[HV, V, K\] = \[4, 5, 3\], got \[4, 5, 2\]": {"k": ZEROS(HV, V, 2)},
@@ -385,6 +390,27 @@ def test_wrong_arguments_are_named(operator, good, message, changes):
 @pytest.mark.parametrize(("operator", "good", "_"), SEQUENCES)
 def test_the_state_is_an_option(operator, good, _):
     assert operator(**good, return_state=False).final_state is None
+    with pytest.raises(ValueError, match="return_state must be True or False, got 'no'"):
+        operator(**good, return_state="no")
+
+
+@pytest.mark.parametrize(
+    ("operator", "good", "numbers"),
+    [
+        (delta_rule, GOOD, {"scale": np.float32(0.3), "n_steps": np.int64(1)}),
+        (recurrent_step, STEP_GOOD, {"scale": np.float16(0.3), "null_index": np.int32(-1)}),
+        (selective_scan, SMALL | {"v": ONE(1, 2, HV, V)}, {"scale": np.float32(0.3)}),
+        (mesa, given("mesa"), {"scale": np.float32(0.3), "iterations": np.uint8(9)}),
+        (titans, memory(titans, 1)[1], {"mini_batch": np.int64(4)}),
+        (ttt, memory(ttt, 1)[1], {"norm_eps": np.float32(1e-6)}),
+    ],
+)
+def test_numbers_of_numpy_are_those_of_python(operator, good, numbers):
+    def run(**given):
+        out = operator(**copy.deepcopy(good) | given)
+        return out if isinstance(out, torch.Tensor) else out.o
+
+    assert torch.equal(run(**numbers), run(**{name: x.item() for name, x in numbers.items()}))
 
 
 OTHERS = {

@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from deltarule.models.bytes import BEGIN, VOCAB_SIZE
 from deltarule.models.sampling import DAMAGED, Sampling
 from deltarule.nn import ModelState
-from deltarule.nn.checks import check_flags, check_integer, is_number
+from deltarule.nn.checks import check_flags, check_integer, check_that, is_number, of_python
 from deltarule.nn.layout import check_mask
 from deltarule.ops.checks import check_axes, readable
 from deltarule.ops.context import Context, check_context
@@ -81,13 +80,6 @@ def read_sampling(*given: Any) -> Sampling:
     return Sampling(*map(of_python, given))
 
 
-def of_python(value: Any) -> Any:
-    """A number of another package as one of Python's; all else as it is, for a check to name."""
-    if isinstance(value, int | float) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
-
-
 @dataclass(frozen=True)
 class Options:
     """The arguments of `generate` beside its prompts and their state."""
@@ -103,29 +95,22 @@ class Options:
         """Refuse what cannot be meant, naming the argument."""
         check_integer("max_new_tokens", self.max_new_tokens, smallest=0)
         temperature, top_k, *shares, penalty = self.sampling
-        if not is_number(temperature) or temperature < 0:
-            raise ValueError(
-                f"temperature must be a finite number of 0 or more, got {temperature!r}"
-            )
+        holds = is_number(temperature) and temperature >= 0
+        check_that(holds, "temperature must be a finite number of 0 or more", temperature)
         if top_k is not None:
             check_integer("top_k", top_k, smallest=1)
         for name, share in zip(("top_p", "min_p"), shares, strict=True):
-            if share is not None and not (is_number(share) and 0 < share <= 1):
-                raise ValueError(f"{name} must be a number in (0, 1], got {share!r}")
-        if not is_number(penalty) or not 1e-30 <= penalty <= 1e30:
-            raise ValueError(f"repetition_penalty must be a number above 0, got {penalty!r}")
-        if penalty != 1 and self.draft:
-            raise ValueError(
-                f"draft must be 0 with a repetition_penalty, got {self.draft}: a guess would count "
-                "as seen"
-            )
+            holds = share is None or (is_number(share) and 0 < share <= 1)
+            check_that(holds, f"{name} must be a number in (0, 1]", share)
+        holds = is_number(penalty) and 1e-30 <= penalty <= 1e30
+        check_that(holds, "repetition_penalty must be a number above 0", penalty)
+        said, why = "draft must be 0 with a repetition_penalty", "a guess would count as seen"
+        check_that(penalty == 1 or not self.draft, said, self.draft, why)
         if self.seed is not None:
             check_integer("seed", self.seed, smallest=0)
-            if self.seed >= 2**63:
-                raise ValueError(f"seed must be below 2**63, got {self.seed}")
+            check_that(self.seed < 2**63, "seed must be below 2**63", self.seed)
         check_integer("draft", self.draft, smallest=0)
-        if self.draft >= MAX_TOKENS:
-            raise ValueError(f"draft must be below {MAX_TOKENS}, got {self.draft}")
+        check_that(self.draft < MAX_TOKENS, f"draft must be below {MAX_TOKENS}", self.draft)
         check_flags({"cuda_graphs": self.cuda_graphs})
 
 

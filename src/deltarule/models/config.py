@@ -9,6 +9,7 @@ from deltarule.json_file import parse_object
 from deltarule.models.config_checks import check_fields, check_used
 from deltarule.models.patterns import expand_layer_types, repeat
 from deltarule.nearest import check_known, nearest
+from deltarule.nn.checks import of_python
 from deltarule.nn.experts import Scores
 from deltarule.nn.mlp import HiddenActivation
 from deltarule.nn.rule import OutputNorm, QueryKeyNorm
@@ -223,6 +224,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Refuse what no model can have, naming the field; then write out the layer pattern."""
+        vars(self).update({name: of_python(value) for name, value in vars(self).items()})
         check_fields(self)
         layer_types = expand_layer_types(self.layer_types, self.num_layers)
         object.__setattr__(self, "layer_types", layer_types)

@@ -107,7 +107,7 @@ def _check_kind(name: str, value: Any, kind: Any, optional: bool) -> None:
             f"got {value!r}{nearest(value, words, before=': ')}"
         )
     if kind is int:
-        checks.check_integer(name, value, 0 if name in _COUNTS else 1, optional)
+        checks.check_integer(name, value, int(name not in _COUNTS), " or None" * optional)
     if kind is float and name not in _OTHER_NUMBERS:
         checks.above_zero(name, value)
     if kind is bool and not isinstance(value, bool):

@@ -110,7 +110,7 @@ class Attention(Mixer):
         self.rope_theta = rope_theta if turned else None
         self.turned, self.partial_rotary_factor = turned, partial_rotary_factor
         if self.rope_theta is not None:
-            checks.above_zero("rope_theta", self.rope_theta)
+            self.rope_theta = checks.above_zero("rope_theta", self.rope_theta)
             whole = turned == self.head_dim
             checks.check_even("head_dim" if whole else "partial_rotary_factor * head_dim", turned)
         window = checks.default(window, self.default_window)

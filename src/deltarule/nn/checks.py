@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from numbers import Real
 from typing import TypeGuard, TypeVar, get_args
 
 import torch
@@ -12,6 +13,8 @@ from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
 from deltarule.nn.rule import OutputNorm
 from deltarule.nn.state import State
 from deltarule.ops.checks import check_dense
+from deltarule.ops.plain import check_integer as check_integer
+from deltarule.ops.plain import of_python as of_python
 
 T = TypeVar("T")
 # What autocast casts to its own dtype; it leaves float64 and integers as they are.
@@ -59,15 +62,7 @@ def check_that(holds: bool, said: str, given: object, remedy: str = "") -> None:
 
 
 def positive(name: str, value: int) -> int:
-    check_integer(name, value, 1)
-    return value
-
-
-def check_integer(name: str, value: object, smallest: int, optional: bool = False) -> None:
-    """Refuse what is no integer of `smallest` or more; the message says if it may be None."""
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < smallest:
-        or_none = " or None" if optional else ""
-        raise ValueError(f"{name} must be an integer of {smallest} or more{or_none}, got {value!r}")
+    return check_integer(name, value, 1)
 
 
 def check_least(options: object, least: float, *names: str) -> None:
@@ -81,13 +76,13 @@ def check_least(options: object, least: float, *names: str) -> None:
 def above_zero(name: str, value: float) -> float:
     holds = is_number(value) and value > 0
     check_that(holds, f"{name} must be a finite number above 0", value)
-    return value
+    return float(value)
 
 
 def check_lower_bound(bound: float | None) -> float | None:
     holds = bound is None or (is_number(bound) and bound < 0)
     check_that(holds, "gate_lower_bound must be None or a finite number < 0", bound)
-    return bound
+    return bound if bound is None else float(bound)
 
 
 def default(value: T | None, otherwise: T) -> T:
@@ -160,7 +155,7 @@ def check_state(
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_meant(

@@ -65,17 +65,17 @@ class LatentAttention(Attention):
         self.hidden_size = positive("hidden_size", hidden_size)
         self.num_heads, self.num_kv_heads = positive("num_heads", num_heads), 1
         self.latent = positive("kv_lora_rank", kv_lora_rank)
-        check_integer("qk_rope_head_dim", qk_rope_head_dim, 0)
-        self.sizes = positive("qk_nope_head_dim", qk_nope_head_dim), qk_rope_head_dim
+        rope = check_integer("qk_rope_head_dim", qk_rope_head_dim, 0)
+        self.sizes = positive("qk_nope_head_dim", qk_nope_head_dim), rope
         self.v_head_dim = positive("v_head_dim", v_head_dim)
         # Channels of a row of the cache.
         self.head_dim = kv_lora_rank + qk_rope_head_dim
         self.window = self.attention_qk_norm = self.g_proj = None
         self.rope_theta = rope_theta if qk_rope_head_dim else None
         if self.rope_theta is not None:
-            above_zero("rope_theta", self.rope_theta)
+            self.rope_theta = above_zero("rope_theta", self.rope_theta)
             check_even("qk_rope_head_dim", qk_rope_head_dim)
-        self.scale = default(scale, sum(self.sizes) ** -0.5)
+        self.scale = above_zero("scale", default(scale, sum(self.sizes) ** -0.5))
         self.q_proj = nn.Linear(hidden_size, num_heads * sum(self.sizes), bias=False)
         self.kv_a_proj = nn.Linear(hidden_size, self.head_dim, bias=False)
         self.kv_norm = RMSNorm(kv_lora_rank, EPS)

@@ -186,7 +186,7 @@ class Mixer(Frame):
         self.head_v_dim = checks.positive("head_v_dim", head_v_dim)
         self.beta_max = checks.default(checks.check_beta_max(beta_max), self.default_beta_max)
         self.n_steps = checks.positive("n_steps", checks.default(n_steps, self.default_n_steps))
-        self.longest_horizon = horizon = longest_horizon
+        self.longest_horizon = horizon = checks.of_python(longest_horizon)
         fits = horizon is None or (checks.is_number(horizon) and horizon > 8)
         check_that(fits, "longest_horizon must be None or a number above 8", horizon)
         self.gate_lower_bound = checks.check_lower_bound(gate_lower_bound)
@@ -197,12 +197,13 @@ class Mixer(Frame):
         self.spectrum = checks.default(spectrum, SPECTRA[0])
         self.rope_theta = checks.above_zero("rope_theta", checks.default(rope_theta, 10000.0))
         self.norm_eps = checks.above_zero("norm_eps", norm_eps)
-        self.layer_index, self.num_layers = layer_index, checks.positive("num_layers", num_layers)
+        self.num_layers = checks.positive("num_layers", num_layers)
+        self.layer_index = layer_index = checks.of_python(layer_index)
         fits = type(layer_index) is int and 0 <= layer_index < num_layers
         said = f"layer_index must be an integer from 0 to num_layers - 1 = {num_layers - 1}"
         check_that(fits, said, layer_index)
-        self.conv_size = checks.default(conv_size, self.default_conv_size)
-        checks.check_integer("conv_size", self.conv_size, 0)
+        taps = checks.default(conv_size, self.default_conv_size)
+        self.conv_size = checks.check_integer("conv_size", taps, 0)
         self.conv_bias = checks.default(conv_bias, False)
         self.feature_map = checks.default(feature_map, self.default_feature_map)
         divides = isinstance(self.rule, Rule) and self.rule.normalizer

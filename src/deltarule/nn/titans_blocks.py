@@ -68,8 +68,8 @@ class TitansMAG(Mixer):
 
     def check_options(self) -> None:
         self.window = positive("window", default(self.window, WINDOW))
-        self.num_persistent = default(self.num_persistent, PERSISTENT)
-        check_integer("num_persistent", self.num_persistent, 0)
+        persistent = default(self.num_persistent, PERSISTENT)
+        self.num_persistent = check_integer("num_persistent", persistent, 0)
 
     def build_output(self, gated: bool) -> None:
         given = {name: getattr(self, name) for name in SIZES + OPTIONS}

@@ -1,12 +1,11 @@
 """The checks that hold for every implementation."""
 
 from collections.abc import Mapping
+from numbers import Real
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-
-from deltarule.shapes import RecurrentOutput
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -83,11 +82,9 @@ def check_gate(
 
 def check_scale(scale: object) -> float:
     """A number, in compiled code perhaps a symbol for one."""
-    if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat):
-        raise ValueError(
-            f"scale must be a number or None, got {type(scale).__name__}: "
-            "to scale by a tensor, multiply q with it"
-        )
+    if isinstance(scale, bool) or not isinstance(scale, Real | torch.SymFloat):
+        why = "to scale by a tensor, multiply q with it"
+        raise ValueError(f"scale must be a number or None, got {type(scale).__name__}: {why}")
     return float(scale)
 
 
@@ -99,12 +96,13 @@ def check_log_decay(log_decay: Tensor | None, q: Tensor, heads: int) -> None:
     shapes = {"[HV]": (heads,), "[B, T, HV]": (batch, tokens, heads)}
     shapes |= {"[B, T, HV, K]": (batch, tokens, heads, key_size)}
     check_gate("log_decay", log_decay, q, shapes)
-    if log_decay.dtype not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"log_decay must be float32 (or float64), got {log_decay.dtype}: a state lives for "
-            "thousands of tokens, and lower precision rounds its decay to none; "
-            "compute it with .float()"
-        )
+    check_exact("log_decay", log_decay)
+
+
+def check_exact(name: str, decay: Tensor | None) -> None:
+    if decay is not None and decay.dtype not in (torch.float32, torch.float64):
+        why = "lower precision rounds a slow decay to none; compute it with .float()"
+        raise ValueError(f"{name} must be float32 (or float64), got {decay.dtype}: {why}")
 
 
 def check_state(
@@ -124,5 +122,7 @@ def shape(*tensors: Tensor) -> str:
     return " and ".join(str(list(x.shape)) for x in tensors)
 
 
-def result(output: RecurrentOutput, return_state: bool) -> RecurrentOutput:
-    return output if return_state else RecurrentOutput(output.o, None)
+def check_flags(flags: Mapping[str, object]) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")

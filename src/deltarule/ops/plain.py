@@ -1,12 +1,13 @@
 """What several operators share: the form that was chosen is run, and what is given is checked."""
 
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import check_dense, check_gate, check_state, readable, shape
+from deltarule.ops.checks import check_dense, check_flags, check_gate, check_state, readable, shape
 from deltarule.ops.dispatch import Implementation, Result, Table, always, choose, without_autocast
 from deltarule.ops.pack import check_cu_seqlens
 
@@ -36,6 +37,7 @@ def run_plain(
     table: Table[Given, Output], given: Given, impl: str, device: torch.device, return_state: bool
 ) -> Output:
     """Run the chosen implementation, with autocast off; drop the state unless it is wanted."""
+    check_flags({"return_state": return_state})
     with without_autocast(device):
         output = choose(table, given, impl, device).run(given)
     if return_state:
@@ -53,6 +55,21 @@ def count_sequences(x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None
         raise ValueError("lengths must be None with cu_seqlens: leave padding out of the packing")
     check_cu_seqlens(cu_seqlens, x)
     return len(cu_seqlens) - 1
+
+
+def of_python(value: Any) -> Any:
+    """A number of another package as one of Python's; all else as it is, for a check to name."""
+    if isinstance(value, int | float) or not isinstance(value, Real):
+        return tuple(map(of_python, value)) if type(value) is tuple else value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def check_integer(name: str, value: Any, smallest: int, or_else: str = "") -> int:
+    """The value as one of Python's; what is no integer of `smallest` or more is refused."""
+    whole: int = of_python(value)
+    if isinstance(value, bool) or not isinstance(whole, int | torch.SymInt) or whole < smallest:
+        raise ValueError(f"{name} must be an integer of {smallest} or more{or_else}, got {value!r}")
+    return whole
 
 
 def check_state_tensor(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from deltarule.ops.checks import result
+from deltarule.ops.checks import check_flags
 from deltarule.ops.context import Context
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Request
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
@@ -99,6 +99,7 @@ def recurrence_of(
 
     `tensors` and `options` are the fields of `Inputs`, in order.
     """
+    check_flags({"save_states": save, "return_state": return_state})
     on_gpu = getattr(tensors[0], "is_cuda", False)
     key = eager_key(tensors, options, impl, save) if on_gpu else None
     output = None if key is None else repeated(key, tensors, options)
@@ -108,4 +109,4 @@ def recurrence_of(
         output = choose(IMPLEMENTATIONS, call, impl, inputs.q.device).run(call)
         if key is not None:
             remember_launches(key, tensors, inputs)
-    return result(output, return_state)
+    return output if return_state else RecurrentOutput(output.o, None)

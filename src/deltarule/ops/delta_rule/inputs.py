@@ -1,6 +1,7 @@
 """The arguments of one call: what the operators check and every backend is given."""
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -85,11 +86,9 @@ class Inputs(NamedTuple):
 def check_arguments(given: Inputs, scale: float | None) -> Inputs:
     """Refuse what no implementation can mean, naming the argument; then fill in the defaults."""
     q, k, v, beta, a, b, log_decay, initial_state, cu_seqlens, n_steps, *_ = given
-    if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 1:
+    if isinstance(n_steps, bool) or not isinstance(n_steps, Integral) or n_steps < 1:
         raise ValueError(f"n_steps must be an integer of 1 or more, got {n_steps!r}")
-    for name in ("normalize_qk", "batch_invariant"):
-        if not isinstance(flag := getattr(given, name), bool):
-            raise ValueError(f"{name} must be True or False, got {flag!r}")
+    checks.check_flags({n: getattr(given, n) for n in ("normalize_qk", "batch_invariant")})
     checks.check_sequence(q, k, v, n_steps)
     (batch, tokens, _, key_size), heads = q.shape, v.shape[2]
     checks.check_gate("beta", beta, q, {"[B, T*n, HV]": (batch, tokens * n_steps, heads)})
@@ -104,7 +103,7 @@ def check_arguments(given: Inputs, scale: float | None) -> Inputs:
     if log_decay is not None and log_decay.ndim == 1:
         log_decay = log_decay.expand(batch, tokens, heads)
     scale = key_size**-0.5 if scale is None else checks.check_scale(scale)
-    return given._replace(log_decay=log_decay, scale=float(scale))
+    return given._replace(log_decay=log_decay, n_steps=int(n_steps), scale=float(scale))
 
 
 def check_erase(

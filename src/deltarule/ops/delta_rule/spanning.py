@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltarule.ops.checks import check_flags
 from deltarule.ops.context import Context, check_context
 from deltarule.ops.context.exchange import Halves, in_two, meet, meet_back
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Request, backend_of
@@ -180,6 +181,7 @@ def beyond(
         output: RecurrentOutput = recurrence(given[:9], given[9:], impl, save, True)
         return output
 
+    check_flags({"return_state": return_state, "return_transition": return_transition})
     given = Inputs(*tensors, *options)
     if context is None:
         o, final, transition = with_transition(run, given)

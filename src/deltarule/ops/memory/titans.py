@@ -3,11 +3,11 @@
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from deltarule.ops.checks import check_log_decay
+from deltarule.ops.checks import check_gate, check_log_decay
 from deltarule.ops.memory import definition as reference
 from deltarule.ops.memory.inputs import check_call, check_memory, why_not_triton
 from deltarule.ops.memory.torch import operators
-from deltarule.ops.plain import Arguments, PlainImpl, check_per_head, forms, run_plain
+from deltarule.ops.plain import Arguments, PlainImpl, check_integer, forms, run_plain
 from deltarule.shapes import Beta, Keys, Offsets, Queries, TitansOutput, TitansState, Values
 
 # Mini-batches are laid out in PyTorch; the hot stage, the scan over them, is the backend's.
@@ -83,13 +83,11 @@ def titans(
     """
     sequences = check_call(q, k, v, beta, lengths, cu_seqlens)
     heads = v.shape[2]
-    if momentum is not None:
-        check_per_head("momentum", momentum, "[B, T, HV]", (*q.shape[:2], heads), q)
+    check_gate("momentum", momentum, q, {"[B, T, HV]": (*q.shape[:2], heads)})
     check_log_decay(log_decay, q, heads)
     if log_decay is not None and log_decay.ndim == 4:
         raise ValueError("log_decay must be [HV] or [B, T, HV]: a memory forgets as a whole")
-    if isinstance(mini_batch, bool) or not isinstance(mini_batch, int) or mini_batch < 1:
-        raise ValueError(f"mini_batch must be an integer of 1 or more, got {mini_batch!r}")
+    mini_batch = check_integer("mini_batch", mini_batch, 1)
     check_memory(initial_state, TitansState, mini_batch, sequences, q, v)
     arguments: Arguments = {"q": q, "k": k, "v": v, "beta": beta, "momentum": momentum}
     arguments |= {"log_decay": log_decay, "mini_batch": mini_batch, "lengths": lengths}

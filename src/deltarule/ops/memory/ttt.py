@@ -1,6 +1,7 @@
 """The operator of test-time training: a network that learns the sequence while it is read."""
 
 import math
+from numbers import Real
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -99,7 +100,7 @@ def ttt(
     check_per_head("step_scale", step_scale, "[C]", (len(step_scale),), q)
     check_per_head("norm_weight", norm_weight, "[HV, V]", (heads, channels), q)
     check_per_head("norm_bias", norm_bias, "[HV, V]", (heads, channels), q)
-    if not isinstance(norm_eps, int | float) or not 0 < norm_eps < math.inf:
+    if isinstance(norm_eps, bool) or not isinstance(norm_eps, Real) or not 0 < norm_eps < math.inf:
         raise ValueError(f"norm_eps must be a finite number above 0, got {norm_eps!r}")
     check_memory(initial_state, TTTState, len(step_scale), sequences, q, v)
     arguments: Arguments = {"q": q, "k": k, "v": v, "beta": beta, "step_scale": step_scale}

@@ -15,6 +15,7 @@ from deltarule.ops.mesa.context import starting_sums
 from deltarule.ops.plain import (
     Arguments,
     PlainImpl,
+    check_integer,
     check_per_head,
     check_state_tensor,
     count_sequences,
@@ -136,15 +137,12 @@ def mesa(
             "log_decay must be [HV] or [B, T, HV]: a decay of each key channel would leave no "
             "symmetric sum of k k^T"
         )
-    steps = isinstance(iterations, int) and not isinstance(iterations, bool) and iterations >= 1
-    if not (steps or iterations is None or iterations == "auto"):
-        raise ValueError(
-            f'iterations must be an integer of 1 or more, "auto", or None to solve exactly, '
-            f"got {iterations!r}"
-        )
     if iterations == "auto":
         exact = q.device.type == "cpu" and impl != "triton"
         iterations = None if exact else key_size + MORE_ITERATIONS
+    elif iterations is not None:
+        or_else = ', "auto", or None to solve exactly'
+        iterations = check_integer("iterations", iterations, 1, or_else)
     if context is not None:
         check_context(context, k.shape[1], "q", cu_seqlens)
         initial_state = starting_sums(context, k, v, beta, log_decay, initial_state)

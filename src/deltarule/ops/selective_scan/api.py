@@ -128,6 +128,7 @@ def selective_scan(
     Source: Mamba, arXiv 2312.00752, algorithm 2; DFW, arXiv 2210.04243; Longhorn, arXiv 2407.14207,
     section 3.2; table 4 of arXiv 2406.06484.
     """
+    checks.check_flags({"signed": signed, "return_state": return_state})
     checks.check_axes("v", v, "[B, T, HV, V]", 4)
     if v.dtype not in checks.FLOATS:
         raise ValueError(f"v must be float64, float32, bfloat16 or float16, got {v.dtype}")
@@ -150,21 +151,17 @@ def selective_scan(
     checks.check_gate("log_decay", log_decay, v, each_key)
     checks.check_gate("beta", beta, v, each_value)
     for name, gate in decays.items():
-        if gate is not None and gate.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"{name} must be float32 (or float64), got {gate.dtype}: lower precision rounds a "
-                "slow decay to none; compute it with .float()"
-            )
+        checks.check_exact(name, gate)
     sequences = count_sequences(v, None, cu_seqlens)
-    checks.check_state(
-        "initial_state", initial_state, v, (sequences, heads, value_size, q.shape[-1])
-    )
+    size = sequences, heads, value_size, q.shape[-1]
+    checks.check_state("initial_state", initial_state, v, size)
     scale = q.shape[-1] ** -0.5 if scale is None else checks.check_scale(scale)
     gates = delta, A, value_log_decay, log_decay, beta
     inputs = ScanInputs(q, k, v, *gates, initial_state, cu_seqlens, scale, signed)
     if context is not None:
         inputs = inputs._replace(initial_state=started(context, inputs, impl))
-    return checks.result(dispatch_scan(inputs, impl), return_state)
+    output = dispatch_scan(inputs, impl)
+    return output if return_state else output._replace(final_state=None)
 
 
 def dispatch_scan(inputs: ScanInputs, impl: str) -> RecurrentOutput:
