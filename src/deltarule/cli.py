@@ -11,6 +11,7 @@ import time
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import deltarule
@@ -193,17 +194,34 @@ def parse(name: str, command: Command, words: list[str], default: Any) -> Any:
 
     tyro, conf = require("tyro"), require("tyro.conf")
     options = {} if default is None else {"default": default}
-    # Of the processes that torchrun starts the first speaks.
-    with contextlib.redirect_stderr(io.StringIO()) if rank() else contextlib.nullcontext():
-        given = tyro.cli(
-            command.flags, args=words, prog=f"deltarule {name}",
-            config=(conf.OmitArgPrefixes, conf.PositionalRequiredArgs),
-            **options,
-        )  # fmt: skip
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as told:
+            given = tyro.cli(
+                command.flags, args=words, prog=f"deltarule {name}",
+                config=(conf.OmitArgPrefixes, conf.PositionalRequiredArgs),
+                **options,
+            )  # fmt: skip
+    except SystemExit as left:
+        if not rank():
+            # Of the processes that torchrun starts the first speaks.
+            print(refusal(left) or told.getvalue(), end="", file=sys.stderr)
+        raise
     for flag, value in flat(dataclasses.asdict(given)).items():
         if isinstance(value, int | float) and not abs(value) < 2**63:
             raise ValueError(f"--{flag.replace('_', '-')} must be a number below 2^63, got {value}")
     return given
+
+
+def refusal(left: SystemExit) -> str:
+    """What a dataclass of flags refuses, which tyro would tell by the name of that class."""
+    error = left.__context__
+    while error is not None:
+        if any(
+            frame.f_code.co_name == "__post_init__" for frame, _ in walk_tb(error.__traceback__)
+        ):
+            return f"deltarule: error: {errors.reason(error)}\n"
+        error = error.__context__
+    return ""
 
 
 def overview() -> str:

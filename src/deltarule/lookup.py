@@ -10,9 +10,11 @@ from typing import Literal
 
 import torch
 
+from deltarule.json_file import read_text
 from deltarule.models import FAMILIES
 from deltarule.models.compiled import warmup_model
 from deltarule.models.config import ModelConfig
+from deltarule.models.files import naming
 from deltarule.nearest import nearest
 from deltarule.nn import MIXERS, SYSTEMS
 from deltarule.nn.checks import check_least
@@ -127,7 +129,8 @@ def explain_call(run: ExplainRun) -> None:
 def warm_up(run: WarmupRun) -> None:
     try:
         if run.config is not None:
-            config = ModelConfig.from_json(run.config.read_text())
+            with naming(run.config):
+                config = ModelConfig.from_json(read_text(run.config))
             found = warmup_model(
                 config, batch=run.batch, tokens=run.tokens, backward=not run.forward_only
             )

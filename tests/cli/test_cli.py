@@ -102,6 +102,9 @@ def test_an_unknown_command_gets_a_suggestion(words, suggestion, capsys):
         (["plan", "--parameters", "inf"], "--parameters must be a number below 2^63"),
         (["train", "text", "--device", "meta"], "--device meta"),
         (["train", "text", "--name", "../up"], "plain name"),
+        (["warmup", "--config", __file__], "test_cli.py: not JSON: "),
+        (["warmup", "--config", "/no/such"], "/no/such: cannot be read: No such file"),
+        (["convert", __file__, "b"], "test_cli.py: no folder here; names on a hub"),
     ],
 )
 def test_what_cannot_be_done_is_one_readable_line(words, says, capsys, folder):
@@ -115,11 +118,25 @@ def test_what_cannot_be_done_is_one_readable_line(words, says, capsys, folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"), [("--lr -1", "lr must be 0 or more"), ("--batch-token 3", "--batch-tokens")]
+    ("words", "says"),
+    [("--lr x", "Error parsing --lr: "), ("--batch-token 3", "Perhaps you meant:")],
 )
-def test_a_number_out_of_range_names_its_flag_and_an_unknown_flag_is_answered(words, says, capsys):
+def test_what_is_no_number_names_its_flag_and_an_unknown_flag_is_answered(words, says, capsys):
     assert leave_code(["train", "text", *words.split()]) == MISUSED
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train", "text", "--lr", "-1"], "lr must be 0 or more, got -1.0"),
+        (["generate", "a", "--samples", "0"], "samples must be 1 or more, got 0"),
+        (["explain", "--tokens", "0"], "tokens must be 1 or more, got 0"),
+    ],
+)
+def test_a_number_out_of_range_is_one_line_without_the_name_of_a_class(words, says, capsys):
+    assert leave_code(words) == MISUSED
+    assert capsys.readouterr().err == f"deltarule: error: {says}\n"
 
 
 def test_rules_prints_the_table_and_one_rule(capsys):

@@ -265,7 +265,7 @@ def test_a_device_that_is_not_there_is_named(device, saved):
 
 
 def test_a_missing_folder_and_a_file_in_its_place(tmp_path, saved):
-    refuses(tmp_path / "org" / "model", "org/model: no such folder here; names on a hub are not")
+    refuses(tmp_path / "org" / "model", "org/model: no folder here; names on a hub are not")
     refuses(saved / WEIGHTS, WEIGHTS)
     with pytest.raises(CheckpointError, match="is a file: a model is saved as a folder"):
         CausalLM.load(saved).save(saved / WEIGHTS)

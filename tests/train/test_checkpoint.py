@@ -110,6 +110,13 @@ def test_a_damaged_checkpoint_is_passed_over_and_alone_is_an_error(tmp_path, dam
         checkpoints.newest()
 
 
+def test_what_a_file_manager_leaves_in_a_checkpoint_does_not_damage_it(tmp_path):
+    folder = Checkpoints(tmp_path, keep=1).save(1, TENSORS, {})
+    for name in (".DS_Store", "Thumbs.db", ".nfs0001"):
+        (folder / name).touch()
+    assert read_checkpoint(folder).step == 1
+
+
 def test_no_bit_of_the_marker_can_be_changed_unseen(tmp_path):
     folder = Checkpoints(tmp_path, keep=1).save(1, TENSORS, {})
     marker = (folder / MARKER).read_bytes()

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shutil
+import sys
 import time
 
 import pytest
@@ -112,6 +113,16 @@ def test_generate_takes_prompts_from_anywhere(folder, tmp_path, capsys, monkeypa
     for wrong in ({"prompt": "a", "interactive": True}, {"lines": True}, {"samples": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             GenerateRun(folder, **wrong)
+
+
+def test_a_terminal_is_shown_control_characters_and_obeys_none(folder, capsys, monkeypatch):
+    written = "a\n\x1b]0;b\x07\x9b"
+    monkeypatch.setattr("deltarule.train.sample.sample_text", lambda *_: iter(written))
+    generate_text(GenerateRun(folder, "\x1b[2J\t"))
+    assert capsys.readouterr().out == f"\x1b[2J\t{written}\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    generate_text(GenerateRun(folder, "\x1b[2J\t"))
+    assert capsys.readouterr().out == r"\x1b[2J" + "\ta\n" + r"\x1b]0;b\x07\x9b" + "\n"
 
 
 def test_a_text_ends_after_a_stop_word_however_its_tokens_fall(folder, capsys):

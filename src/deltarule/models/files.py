@@ -75,7 +75,7 @@ def naming(path: Path, kind: type[ValueError] = CheckpointError) -> Iterator[Non
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     if not Path(folder).is_dir():
-        raise CheckpointError(f"{folder}: no such folder here; names on a hub are not looked up")
+        raise CheckpointError(f"{folder}: no folder here; names on a hub are not looked up")
     path = _inside(Path(folder), CONFIG)
     with naming(path):
         return parse_object(read_text(path))

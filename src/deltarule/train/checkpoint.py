@@ -235,9 +235,10 @@ def read_marker(folder: Path) -> tuple[int, dict[str, str]]:
             raise ValueError("damaged, its hash is not the one it had")
         if marker.step != step_of(folder):
             raise ValueError(f"of step {marker.step}, not of the folder it lies in")
-        there = {path.name for path in folder.iterdir()} - {MARKER}
-        if other := sorted(there ^ set(marker.sha256)):
-            what = "which it does not name" if other[0] in there else "is missing"
+        # What others leave there, such as .DS_Store, nobody reads.
+        read = (path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
+        if other := sorted(set(read) ^ set(marker.sha256)):
+            what = "is missing" if other[0] in marker.sha256 else "is there, and it names none such"
             raise ValueError(f"the file {other[0]!r} {what}")
     return marker.step, marker.sha256
 

@@ -14,6 +14,7 @@ T = TypeVar("T")
 # Seconds between the lines of a run whose output goes to a file.
 LINE_EVERY = 10.0
 STEP = "step"
+CONTROLS = {n: rf"\x{n:02x}" for n in (*range(32), *range(127, 160)) if chr(n) not in "\t\n"}
 # Columns of a terminal that has room for a bar beside the figures.
 WIDE = 80
 
@@ -75,6 +76,11 @@ def for_screen(text: str) -> str:
             line, width, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
         ) or [""]
     return "\n".join(lines)
+
+
+def as_shown(text: str) -> str:
+    """Text of a model or a file, whose control characters must not reach a terminal."""
+    return text.translate(CONTROLS) if sys.stdout.isatty() else text
 
 
 class PlainProgress(Progress):

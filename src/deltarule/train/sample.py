@@ -10,6 +10,7 @@ from pathlib import Path
 from deltarule.models import CausalLM
 from deltarule.nn.checks import check_least
 from deltarule.train.device import choose_device
+from deltarule.train.progress import as_shown
 from deltarule.train.runs import load_model, run_of
 from deltarule.train.vocabulary import Encoder, tokens_of
 
@@ -58,9 +59,7 @@ class GenerateRun:
         if (self.prompt != "") + (self.prompt_file is not None) + self.interactive > 1:
             raise ValueError("prompt, prompt_file and interactive exclude each other: give one")
         if self.lines and self.prompt_file is None:
-            raise ValueError(
-                "lines needs prompt_file, whose lines are prompts; - is standard input"
-            )
+            raise ValueError("lines needs prompt_file, whose lines are prompts; - is stdin")
         check_least(self, 1, "samples")
         if "" in self.stop:
             raise ValueError("stop holds an empty word, after which every text would end at once")
@@ -80,9 +79,9 @@ def generate_text(run: GenerateRun) -> None:
             if several:
                 print(f"--- {count + 1}")
             # What was typed stands there already.
-            print("" if run.interactive else prompt, end="")
+            print("" if run.interactive else as_shown(prompt), end="")
             for characters in itertools.chain([first], texts):
-                print(characters, end="", flush=True)
+                print(as_shown(characters), end="", flush=True)
             print()
             count += 1
 

@@ -27,7 +27,7 @@ from deltarule.train.job import ModelOptions as ModelOptions
 from deltarule.train.loop import Trainer, evaluating
 from deltarule.train.metrics import Metrics, WatchOptions, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
-from deltarule.train.progress import for_screen
+from deltarule.train.progress import as_shown, for_screen
 from deltarule.train.run_folder import DataFacts
 from deltarule.train.sample import GenerateRun, sample_text
 from deltarule.train.token_shards import is_token_folder, open_token_folder, sample_documents
@@ -270,12 +270,12 @@ def finish(run: TextRun, trainer: Trainer, job: TextJob, read: TextData, began: 
     if run.sample_bytes and read.encoder is not None:
         unit = "bytes" if read.encoder.tool is None else "tokens"
         print(f"\nsample, {run.sample_bytes:,} {unit} at temperature {run.temperature:g}\n")
-        print(run.sample_prompt, end="")
+        print(as_shown(run.sample_prompt), end="")
         options = GenerateRun(
             folder, max_new_tokens=run.sample_bytes, temperature=run.temperature, seed=run.loop.seed
         )
         for text in sample_text(model, options, run.sample_prompt, read.encoder):
-            print(text, end="", flush=True)
+            print(as_shown(text), end="", flush=True)
             if time.monotonic() >= end:
                 print("\n\n(--max-seconds ends the sample)", end="")
                 break
