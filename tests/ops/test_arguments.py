@@ -109,6 +109,8 @@ STEP = {
         "state": ZEROS(2, 4, 6, 8).double()
     },
     r"state_indices must be a tensor \[B\], got list": {"state_indices": [0, 1]},
+    "state must not be expanded, it is written to": {"state": ZEROS(1, 4, 6, 8).expand(2, 4, 6, 8)},
+    "null_index must be an integer, got 'no'": twice(0, 1) | {"null_index": "no"},
     "state_indices must lie in .* got -2": twice(-2, 0),
     r"state_indices must lie in \[0, 2\).* got 2": twice(2, 0),
     "state_indices must name no slot twice": twice(1, 1),
@@ -213,6 +215,7 @@ MESA = {
 TWO = {
     r"q must have 4 axes .*, got \[4\]": {"q": ZEROS(4)},
     "slots must be a tensor .*, got list": {"slots": [1.0]},
+    "cu_seqlens must be an int32 or int64 tensor, got int": {"cu_seqlens": 5},
     r"slots must be \[B, T, H, M\]": {"slots": ZEROS(1, 2, 3, 5)},
     r"log_decay must be \[B, T, H, M\]": {"log_decay": ZEROS(1, 2, 2)},
     r"v must be \[B, T, H, V\] with the 2 heads of q": {"v": ZEROS(1, 2, 4, 4)},
@@ -232,6 +235,7 @@ LONG = {
 }
 CELLS = {
     r"gates must be a floating-point tensor \[B, T, H, 4, D\]": {"gates": ZEROS(9, 2, 4, 5)},
+    r"gates must be a tensor \[B, T, H, 4, D\], got NoneType": {"gates": None},
     r"recurrent must be \[H, 4, D, D\]": {"recurrent": ZEROS(1, 4, 5, 5)},
     r"recurrent must be a tensor": {"recurrent": None},
     "initial_state must be torch.float64": {"initial_state": ZEROS(2, 2, 4, 5)},

@@ -1,6 +1,7 @@
 """What every function on a pool of states checks: the pool, its slots, and where things go."""
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -16,10 +17,10 @@ def check_pool(
     if pool.ndim != len(size) + 1 or list(pool.shape[1:]) != list(size):
         raise ValueError(f"state must be {axes} = [*, {str(list(size))[1:]}, got {shape(pool)}")
     if pool.dtype not in dtypes or pool.device != x.device:
-        raise ValueError(
-            f"state must be {' or '.join(map(str, dtypes))} on {x.device}, got {pool.dtype} on "
-            f"{pool.device}"
-        )
+        kinds = " or ".join(map(str, dtypes))
+        raise ValueError(f"state must be {kinds} on {x.device}, got {kind(pool)}")
+    if any(count > 1 and not step for count, step in zip(pool.shape, pool.stride(), strict=True)):
+        raise ValueError("state must not be expanded, it is written to: call .clone()")
 
 
 def check_indices(
@@ -32,10 +33,10 @@ def check_indices(
     """
     check_dense(name, indices, f" {axes}")
     if indices.dtype not in (torch.int32, torch.int64) or indices.device != pool.device:
-        raise ValueError(
-            f"{name} must be an int32 or int64 tensor on {pool.device}, got {indices.dtype} on "
-            f"{indices.device}"
-        )
+        said = f"{name} must be an int32 or int64 tensor on {pool.device}"
+        raise ValueError(f"{said}, got {kind(indices)}")
+    if isinstance(null_index, bool) or not isinstance(null_index, Integral):
+        raise ValueError(f"null_index must be an integer, got {null_index!r}")
     if not 1 <= indices.ndim <= axes.count("[") or len(indices) != rows:
         raise ValueError(f"{name} must be {axes} with {axes[1]} = {rows}, got {shape(indices)}")
     if not readable(indices):
@@ -66,7 +67,9 @@ def check_room(name: str, room: Tensor | None, axes: str, size: Sequence[int], x
     if list(room.shape) != list(size):
         raise ValueError(f"{name} must be {axes} = {list(size)}, got {shape(room)}")
     if room.dtype != x.dtype or room.device != x.device or not room.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous, {x.dtype} and on {x.device}, got {room.dtype} on "
-            f"{room.device}"
-        )
+        given = f"{kind(room)} with strides {room.stride()}"
+        raise ValueError(f"{name} must be contiguous, {kind(x)}, got {given}")
+
+
+def kind(x: Tensor) -> str:
+    return f"{x.dtype} on {x.device}"

@@ -11,6 +11,7 @@ from deltarule.ops.delta_rule.api import delta_rule
 from deltarule.ops.delta_rule.step import recurrent_step
 from deltarule.ops.dispatch import Impl
 from deltarule.ops.few_tokens import decodes
+from deltarule.ops.plain import count_sequences
 from deltarule.shapes import Keys, Offsets, Outputs, Queries, RecurrentOutput, Values
 
 
@@ -89,10 +90,10 @@ def two_memories(
     each_slot = {"[B, T, H, M]": (batch, tokens, heads, size)}
     check_gate("slots", slots, q, each_slot)
     check_gate("log_decay", log_decay, q, each_slot)
-    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     if context is not None:
         check_context(context, tokens, "q", cu_seqlens)
-        sequences = context.sequences or batch
+    own = count_sequences(q, None, cu_seqlens)
+    sequences = own if context is None else context.sequences or batch
     check_state("key_memory", key_memory, q, (sequences, heads, size, key_size))
     check_state("value_memory", value_memory, q, (sequences, heads, v.shape[3], size))
     slots = slots.to(q.dtype)

@@ -77,10 +77,8 @@ def dplr(
     """
     for name, x in (("a", a), ("b", b)):
         if x is None:
-            raise ValueError(
-                f"{name} must be a tensor [B, T, HV, K], got None: without a free "
-                "erase, use delta_rule"
-            )
+            why = "without a free erase, use delta_rule"
+            raise ValueError(f"{name} must be a tensor [B, T, HV, K], got None: {why}")
     tensors = q, k, v, None, a, b, log_decay, initial_state, cu_seqlens
     options = 1, scale, False, batch_invariant
     given = tensors, options, impl, save_states, return_state

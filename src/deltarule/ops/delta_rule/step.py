@@ -114,10 +114,8 @@ def check_step(step: Step) -> None:
     """What a step asks beyond the checks of the operators."""
     inputs, state = step.inputs, step.state
     if not 1 <= inputs.q.shape[1] <= MAX_TOKENS:
-        raise ValueError(
-            f"q must hold 1 to {MAX_TOKENS} tokens, got T = {inputs.q.shape[1]}: "
-            "for more, call delta_rule or dplr with initial_state"
-        )
+        given = f"T = {inputs.q.shape[1]}: for more, call delta_rule or dplr with initial_state"
+        raise ValueError(f"q must hold 1 to {MAX_TOKENS} tokens, got {given}")
     dtypes, batch = STATE_DTYPES[inputs.dtype], inputs.q.shape[0]
     check_pool(state, "[slots, HV, V, K]", inputs.state_shape[1:], dtypes, inputs.q)
     if step.slots is not None:

@@ -133,10 +133,8 @@ def mesa(
     check_per_head("regularizer", regularizer, "[HV, K]", (heads, key_size), q)
     check_log_decay(log_decay, q, heads)
     if log_decay is not None and log_decay.ndim == 4:
-        raise ValueError(
-            "log_decay must be [HV] or [B, T, HV]: a decay of each key channel would leave no "
-            "symmetric sum of k k^T"
-        )
+        why = "a decay of each key channel would leave no symmetric sum of k k^T"
+        raise ValueError(f"log_decay must be [HV] or [B, T, HV], got [B, T, HV, K]: {why}")
     if iterations == "auto":
         exact = q.device.type == "cpu" and impl != "triton"
         iterations = None if exact else key_size + MORE_ITERATIONS

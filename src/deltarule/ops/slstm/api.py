@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from deltarule.ops.checks import FLOATS, shape
+from deltarule.ops.checks import FLOATS, check_dense, shape
 from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.ops.operators import Operator, differentiated
 from deltarule.ops.plain import (
@@ -141,9 +141,9 @@ def slstm(
 
     Source: xLSTM, arXiv 2405.04517, eq. 8 to 17, with sigmoid forget gates.
     """
-    five = isinstance(gates, Tensor) and gates.ndim == 5 and gates.shape[3] == 4
-    if not five or gates.dtype not in FLOATS:
-        given = f"{gates.dtype} {shape(gates)}" if isinstance(gates, Tensor) else type(gates)
+    check_dense("gates", gates, " [B, T, H, 4, D]")
+    if gates.ndim != 5 or gates.shape[3] != 4 or gates.dtype not in FLOATS:
+        given = f"{gates.dtype} {shape(gates)}"
         raise ValueError(f"gates must be a floating-point tensor [B, T, H, 4, D], got {given}")
     heads, _, channels = gates.shape[2:]
     weights = heads, 4, channels, channels
