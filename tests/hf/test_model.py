@@ -229,6 +229,9 @@ def test_wrapping_shares_parameters_and_draws_nothing():
     assert wrapped.model is own
     assert wrapped.training
     assert wrapped.generation_config.eos_token_id == 3
+    for other in (wrapped, "runs/text"):
+        with pytest.raises(ValueError, match=r"model must be a CausalLM, got (Delta|str)"):
+            wrap(other)
 
 
 def test_what_is_missing_from_a_folder_is_named(tmp_path):

@@ -58,6 +58,10 @@ def test_a_model_without_recurrent_layers_is_named(config):
         patch(model)
     with pytest.raises(ValueError, match="Linear"):
         patch(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="and str has none"):
+        patch("qwen3_5")
+    with pytest.raises(ValueError, match="conv must be True or False, got 'no'"):
+        patch(tiny("qwen3_5"), conv="no")
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "mamba", "minimax"])

@@ -164,9 +164,7 @@ def test_what_cannot_be_drawn_says_so(run, words, message, capsys):
 def test_tokens_that_are_no_bytes_are_not_drawn_as_bytes(tmp_path, capsys):
     small_model("deltanet", vocab_size=64).save(tmp_path)
     assert main(["plot", "attention", str(tmp_path)]) == 1
-    assert "64 tokens and no tokenizer.json: only runs of 'deltarule train text'" in (
-        capsys.readouterr().err
-    )
+    assert "64 tokens and no tokenizer.json to read text with: copy" in (capsys.readouterr().err)
 
 
 def test_the_largest_is_black_and_nothing_is_white():

@@ -153,11 +153,8 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
 
     def _init_weights(self, module: nn.Module) -> None:
         """Draw nothing: the layers have, unless the model was made to be filled from a file."""
-        missing = [
-            name
-            for name, parameter in module.named_parameters(recurse=False)
-            if not getattr(parameter, "_is_hf_initialized", False)
-        ]
+        own = module.named_parameters(recurse=False)
+        missing = [name for name, x in own if not getattr(x, "_is_hf_initialized", False)]
         if missing and not self._drawn:
             raise CheckpointError(f"tensor {missing[0]!r} of a {type(module).__name__} is missing")
 
@@ -218,6 +215,8 @@ def wrap(
         >>> wrap(own, eos_token_id=256).model is own
         True
     """
+    if not isinstance(model, CausalLM):
+        raise ValueError(f"model must be a CausalLM, got {type(model).__name__}")
     config = DeltaruleConfig.from_model_config(
         model.config, pad_token_id=pad_token_id, bos_token_id=bos_token_id,
         eos_token_id=eos_token_id,

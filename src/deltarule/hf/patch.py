@@ -12,6 +12,7 @@ from torch import nn
 from deltarule.hf import layers, recurrence
 from deltarule.hf.hooks import forget_checkpointing, hook_packing, hook_padding, with_documents
 from deltarule.hf.norms import NORMS
+from deltarule.ops.checks import check_flags
 
 Function = Callable[..., Any]
 
@@ -98,12 +99,12 @@ def patch(
 
     Source: the names and signatures of transformers 5.23 and 5.24.
     """
-    found = replacements(model, conv=conv, packing=packing, norms=norms)
+    check_flags(given := {"conv": conv, "packing": packing, "norms": norms})
+    found = replacements(model, **given) if isinstance(model, nn.Module) else {}
     if not found:
-        raise ValueError(
-            f"model must have recurrent layers of transformers that deltarule runs, and "
-            f"{type(model).__name__} has none; see deltarule.hf.patch for the families"
-        )
+        said = "model must have recurrent layers of transformers that deltarule runs"
+        why = f"{type(model).__name__} has none; see deltarule.hf.patch for the families"
+        raise ValueError(f"{said}, and {why}")
     undo = ExitStack()
     undo.callback(forget_checkpointing, model)
     for (owner, name), function in found.items():

@@ -82,10 +82,8 @@ def tokens_of(folder: Path, vocab_size: int) -> Encoder:
     if not (folder / FILE).is_file():
         if vocab_size == VOCAB_SIZE:
             return make_encoder(None)
-        raise ValueError(
-            f"{folder}: holds a model of {vocab_size} tokens and no {FILE}: only runs of "
-            "'deltarule train text' read and write text"
-        )
+        said = f"{folder}: holds a model of {vocab_size} tokens and no {FILE} to read text with"
+        raise ValueError(f"{said}: copy the files of its tokenizer there")
     encoder = make_encoder(str(folder), str(folder / FILE))
     if encoder.vocab_size > vocab_size:
         raise ValueError(
