@@ -69,7 +69,7 @@ FAST = [
 def test_fast_chunks(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, erase: str, sizes: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(channel_stages, "flagged_scores_kernel", Unlaunched())
+    monkeypatch.setattr(channel_stages, "exact_scores_kernel", Unlaunched())
     monkeypatch.setattr(channel_stages, "exact_gradients_kernel", Unlaunched())
     case = small("channel", erase, **sizes)
     # -95 as a power of 2 over a part of the first chunk, of at most -100.

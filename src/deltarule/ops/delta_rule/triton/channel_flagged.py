@@ -87,30 +87,40 @@ def decay_sums_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "N", "chunks"])
-def flagged_scores_kernel(
+def exact_scores_kernel(
     q, k, a, b, beta, log_decay, cu_seqlens, decayed_q, decayed_k, erase, write, scores,
     value_scores, corrections, from_values, scalings, chunk_decay, fast_rows, sums, chunks, scale,
     T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k, S: tl.constexpr,
 ):  # fmt: skip
-    """As `exact_scores_kernel`, the rows after the fast ones, with `write`, decayed_k and the decay
-    of their chunk. A program has one room for the sums of a chunk's decays, sums [programs, ..].
+    """decayed_q [M, HV, BQ, K], other decayed rows [M, HV, BT, K], scores [M, HV, BQ or BT, BT].
+
+    ERASING_ROWS is the launch for the rows a. The scalings [M, HV, SCALINGS, BT] get beta alone.
+    With `fast_rows` the rows after the fast ones, with `write`, decayed_k and the decay of their
+    chunk; a program then has one room for the sums of a chunk's decays, sums [programs, ..].
     """
     g = Gates(
         beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k
     )
-    i_p, count = tl.program_id(0), chunks * S.HV
-    i_x = next_below(fast_rows, S.BT, i_p, count, 1, 1)
-    while i_x < count:
-        i_m, i_h, fast = i_x // S.HV, i_x % S.HV, tl.load(fast_rows + i_x)
+    x, free = Keys(q, k, a, b), (decayed_k, value_scores, from_values)
+    left = decayed_q, erase, write, scores, corrections, scalings, chunk_decay
+    if fast_rows is None:
+        i_m, i_h = tl.program_id(0), tl.program_id(1)
         first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, S.PACKED)
-        # `chunk_scores` counts the rooms from that of the first chunk.
-        p_s = sums + (i_p.to(tl.int64) - i_x) * ROWS * S.K
-        tl.debug_barrier()
-        free = decayed_k, value_scores, from_values
-        y = Stored(decayed_q, erase, write, scores, corrections, scalings, chunk_decay, p_s, *free)
-        x = Keys(q, k, a, b)
-        chunk_scores(x, y, g, i_m, i_h, first, tokens, fast, scale, True, S)
-        i_x = next_below(fast_rows, S.BT, i_x + tl.num_programs(0), count, 1, 1)
+        if tokens <= 0:
+            return
+        y = Stored(*left, sums, *free)
+        chunk_scores(x, y, g, i_m, i_h, first, tokens, 0, scale, not S.ERASING_ROWS, S)
+    else:
+        i_p, count = tl.program_id(0), chunks * S.HV
+        i_x = next_below(fast_rows, S.BT, i_p, count, 1, 1)
+        while i_x < count:
+            i_m, i_h, fast = i_x // S.HV, i_x % S.HV, tl.load(fast_rows + i_x)
+            first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, S.PACKED)
+            # `chunk_scores` counts the rooms from that of the first chunk.
+            y = Stored(*left, sums + (i_p.to(tl.int64) - i_x) * ROWS * S.K, *free)
+            tl.debug_barrier()
+            chunk_scores(x, y, g, i_m, i_h, first, tokens, fast, scale, True, S)
+            i_x = next_below(fast_rows, S.BT, i_x + tl.num_programs(0), count, 1, 1)
 
 
 @triton.jit(do_not_specialize=["T", "N", "chunks"])

@@ -22,17 +22,8 @@ import triton.language as tl
 
 from deltarule.ops.delta_rule.triton import channel_decay as decay
 from deltarule.ops.delta_rule.triton import channel_tiles as channels
-from deltarule.ops.delta_rule.triton.channel_decay import (
-    AFTER,
-    BEFORE,
-    BLOCK,
-    EARLY,
-    LATE,
-    LEAST,
-    ROWS,
-)
-from deltarule.ops.delta_rule.triton.tiles import SCALING, SCALINGS, correction
-from deltarule.ops.runtime.places import chunk_place
+from deltarule.ops.delta_rule.triton.channel_decay import BLOCK
+from deltarule.ops.delta_rule.triton.tiles import SCALING, SCALINGS, correction, store_rows
 
 # Queries, keys and the rows of a free erase.
 Keys = namedtuple("Keys", "q k a b")
@@ -89,28 +80,33 @@ def rows_and_columns(e, o_r, m_r, o_k, S: tl.constexpr):
 
 
 @triton.jit
+def store_channels(x, i_slot, o_r, o_k, b_x, ROWS: tl.constexpr, m_r, S: tl.constexpr):
+    store_rows(x + i_slot * ROWS * S.K, b_x, o_r, m_r, o_k, S.K, S.K)
+
+
+@triton.jit
 def store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S: tl.constexpr):
     m_all, m_new = o_r < S.BT, o_r >= start
     if S.ERASING_ROWS:
-        channels.store_channels(y.erase, i_slot, o_r, o_k, b_x * b_to, S.BT, S.K, m_new)
-        channels.store_channels(y.decayed_k, i_slot, o_r, o_k, b_y2 * b_from, S.BT, S.K, m_all)
+        store_channels(y.erase, i_slot, o_r, o_k, b_x * b_to, S.BT, m_new, S)
+        store_channels(y.decayed_k, i_slot, o_r, o_k, b_y2 * b_from, S.BT, m_all, S)
     else:
         m_last, o_t = m_new & (o_r % S.N_STEPS == S.N_STEPS - 1), o_r // S.N_STEPS
-        channels.store_channels(y.decayed_q, i_slot, o_t, o_k, b_x * b_to, S.BQ, S.K, m_last)
-        channels.store_channels(y.write, i_slot, o_r, o_k, b_y * b_from, S.BT, S.K, m_all)
+        store_channels(y.decayed_q, i_slot, o_t, o_k, b_x * b_to, S.BQ, m_last, S)
+        store_channels(y.write, i_slot, o_r, o_k, b_y * b_from, S.BT, m_all, S)
         if S.ERASE == "tied":
-            channels.store_channels(y.erase, i_slot, o_r, o_k, b_y * b_to, S.BT, S.K, m_new)
+            store_channels(y.erase, i_slot, o_r, o_k, b_y * b_to, S.BT, m_new, S)
         if S.N_STEPS * S.BQ > S.BT:
             # Rows that no row of the chunk stands for.
             o_q = tl.arange(0, S.BQ)
             b_zero = tl.zeros([S.BQ, o_k.shape[0]], tl.float32)
-            channels.store_channels(y.decayed_q, i_slot, o_q, o_k, b_zero, S.BQ, S.K, o_q >= S.CT)
+            store_channels(y.decayed_q, i_slot, o_q, o_k, b_zero, S.BQ, o_q >= S.CT, S)
 
 
 @triton.jit
 def add_scores_below_bar(b_s, b_s2, p_g, p_s, e, o_r, rows, g, S: tl.constexpr, OWN: tl.constexpr):
     """Add the pairs that no product has: the columns below the bar, against their own block."""
-    if tl.load(p_s + LEAST * S.K) < -S.BAR:
+    if tl.load(p_s + decay.LEAST * S.K) < -S.BAR:
         # Few channels at a time: this path must not cost the others registers.
         for i_k in range(0, S.K, S.BN):
             o_n = i_k + tl.arange(0, S.BN)
@@ -142,20 +138,19 @@ def chunk_scores(
     p_y = p_k
     if S.ERASE == "free":
         p_y = x.b + (first * S.HV + i_h) * S.K
-    norm_k = channels.inverse_norms(p_k, o_r, m_r, S.H * S.K, S.K, S.BC, S.UNIT_NORM)[:, None]
+    norm_k = channels.inverse_norms(p_k, o_r, m_r, S)[:, None]
     if S.ERASING_ROWS:
         p_x, o_x, m_x, s_x, norm_x = x.a + (first * S.HV + i_h) * S.K, o_r, m_r, S.HV * S.K, 1.0
     else:
         # A query takes part as the last row of its token.
         m_x = m_r & (o_r % S.N_STEPS == S.N_STEPS - 1)
         p_x, o_x, s_x = x.q + (first * S.H + i_key) * S.K, o_r // S.N_STEPS, S.H * S.K
-        norm_x = channels.inverse_norms(p_x, o_x, m_x, S.H * S.K, S.K, S.BC, S.UNIT_NORM)
-        norm_x = norm_x[:, None] * scale
+        norm_x = channels.inverse_norms(p_x, o_x, m_x, S)[:, None] * scale
     e = Sources(p_x, p_y, p_k, norm_x, norm_k, o_x, m_x, s_x)
     b_s, b_s2 = tl.zeros([S.BT, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
     if S.HAS_DECAY:
         p_g = decay.decays_of(g, first, i_h)
-        p_s = y.sums + i_slot * ROWS * S.K
+        p_s = y.sums + i_slot * decay.ROWS * S.K
         if SUMS:
             decay.store_sums(p_g, p_s, rows, g, S)
             decay.store_block_decays(p_s, y.chunk_decay + i_slot * S.K, S)
@@ -184,10 +179,10 @@ def chunk_scores(
             b_to = decay.lead_decay(p_s, o_r, o_k, S.K, OWN)
             b_lead = decay.load_sums(p_s, o_r, o_k, S.K)
             b_from = decay.tail_decay(p_s, b_lead, o_r, o_k, S.K, S.EXACT)
-            b_late = b_to * decay.of_block(p_s, LATE, o_r, o_k, S.K)
-            b_early = b_from * decay.of_block(p_s, EARLY, o_r, o_k, S.K)
-            b_to *= decay.of_block(p_s, BEFORE, o_r, o_k, S.K)
-            b_from *= decay.of_block(p_s, AFTER, o_r, o_k, S.K)
+            b_late = b_to * decay.of_block(p_s, decay.LATE, o_r, o_k, S.K)
+            b_early = b_from * decay.of_block(p_s, decay.EARLY, o_r, o_k, S.K)
+            b_to *= decay.of_block(p_s, decay.BEFORE, o_r, o_k, S.K)
+            b_from *= decay.of_block(p_s, decay.AFTER, o_r, o_k, S.K)
         store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S)
         b_s = product(b_x * b_late, b_y * b_early, b_s, S.PRECISION)
         if S.ERASE != "none":
@@ -209,29 +204,6 @@ def chunk_scores(
             b_n = correction(tl.where(o_j < o_i, -b_s2, 0.0), b_beta, S.BT, S.MERGE)
             channels.store_square(y.corrections, i_slot, b_n, start, S.BT)
             tl.store(y.scalings + (i_slot * SCALINGS + SCALING.BETA) * S.BT + o_r, b_beta)
-
-
-@triton.jit(do_not_specialize=["T", "N"])
-def exact_scores_kernel(
-    q, k, a, b, beta, log_decay, cu_seqlens, decayed_q, decayed_k, erase, write, scores,
-    value_scores, corrections, from_values, scalings, chunk_decay, sums, scale, T, N, s_beta_b,
-    s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k, S: tl.constexpr,
-):  # fmt: skip
-    """decayed_q [M, HV, BQ, K], other decayed rows [M, HV, BT, K], scores [M, HV, BQ or BT, BT].
-
-    ERASING_ROWS is the launch for the rows a. The scalings [M, HV, SCALINGS, BT] get beta alone.
-    """
-    i_m, i_h = tl.program_id(0), tl.program_id(1)
-    first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, S.PACKED)
-    if tokens <= 0:
-        return
-    g = channels.Gates(
-        beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k
-    )
-    free = decayed_k, value_scores, from_values
-    y = Stored(decayed_q, erase, write, scores, corrections, scalings, chunk_decay, sums, *free)
-    x = Keys(q, k, a, b)
-    chunk_scores(x, y, g, i_m, i_h, first, tokens, 0, scale, not S.ERASING_ROWS, S)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from deltarule.ops.runtime.places import chunk_place, place_of
 #
 # SHIFT makes half of the exponents positive, so that float32 has room for c down to -RANGE; both
 # leave 2^46 to what is multiplied, tiny gradients and large keys. Rows whose c is lower are
-# flagged, and `flagged_scores_kernel` computes them: as c never grows, these are the last of a
+# flagged, and `exact_scores_kernel` computes them: as c never grows, these are the last of a
 # chunk, and a strong decay changes no digit of the rows before it.
 #
 # Tiles of rows are [BT // DEEP, DEEP, channels]: a thread has DEEP rows that follow each other, and
@@ -50,13 +50,11 @@ def flat(b_x):
 
 @triton.jit
 def load_deep(p_x, o_r, m_r, o_k, stride, K: tl.constexpr):
-    """Rows o_r (addresses p_x apart by stride) and channels o_k, as they are."""
     return tl.load(p_x + o_r * stride + o_k, mask=m_r & (o_k < K), other=0.0)
 
 
 @triton.jit
 def store_deep(p_x, o_r, o_k, b_x, K: tl.constexpr, m_r):
-    """Write rows o_r, apart by K, and channels o_k."""
     tl.store(p_x + o_r * K + o_k, b_x.to(p_x.dtype.element_ty), mask=m_r & (o_k < K))
 
 
@@ -138,11 +136,8 @@ def fast_scores_kernel(
     norm_k, read = 1.0, scale
     if S.UNIT_NORM:
         m_q = m_f & (o_f % S.N_STEPS == S.N_STEPS - 1)
-        norm_k = deep(inverse_norms(p_k, o_f, m_f, S.H * S.K, S.K, S.BC, True), S.DEEP)
-        read = (
-            deep(inverse_norms(p_q, o_f // S.N_STEPS, m_q, S.H * S.K, S.K, S.BC, True), S.DEEP)
-            * scale
-        )
+        norm_k = deep(inverse_norms(p_k, o_f, m_f, S), S.DEEP)
+        read = deep(inverse_norms(p_q, o_f // S.N_STEPS, m_q, S), S.DEEP) * scale
     b_s, b_m = tl.zeros([S.BT, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
     low = 0.0
     for i_k in tl.static_range(0, S.K, S.BC):

@@ -17,12 +17,11 @@ from deltarule.ops.delta_rule.triton.channel_decay import ROWS
 from deltarule.ops.delta_rule.triton.channel_flagged import (
     decay_sums_kernel,
     exact_gradients_kernel,
-    flagged_scores_kernel,
+    exact_scores_kernel,
     pair_gradients_kernel,
 )
 from deltarule.ops.delta_rule.triton.channel_gradients_fast import fast_gradients_kernel
 from deltarule.ops.delta_rule.triton.channel_gradients_free import free_gradients_kernel
-from deltarule.ops.delta_rule.triton.channel_scores_exact import exact_scores_kernel
 from deltarule.ops.delta_rule.triton.channel_scores_fast import fast_scores_kernel
 from deltarule.ops.delta_rule.triton.channel_scores_free import free_scores_kernel
 from deltarule.ops.delta_rule.triton.fetched import fast_tiles, free_score_tiles, free_tiles
@@ -104,19 +103,16 @@ def scores(call: Call) -> None:
         if call[name] is None:
             call.values[name] = call.empty(*of)
     chunks, heads, free = call.plan.chunks, call.plan.sizes["HV"], call.inputs.erase == "free"
-    if has_fast_form(call.inputs):
+    fast, grid = has_fast_form(call.inputs), chunk_grid(call, heads)
+    # More channels at once would take too many registers around the loop over flagged chunks.
+    config = call.once(score_config, "exact_scores", 16 if fast else None)
+    if fast:
         (free_scores if free else fast_scores)(call, (chunks * heads, 1, 1))
-        programs = min(PROGRAMS, chunks * heads)
-        # More channels at once would take too many registers around this kernel's loops.
-        config = call.once(score_config, "exact_scores", 16) | {"sums": new_sums(call, programs)}
-        exact, grid = flagged_scores_kernel, (programs, 1, 1)
-    else:
-        if call.inputs.log_decay is not None:
-            call.values["sums"] = new_sums(call, chunks, heads)
-        config = call.once(score_config, "exact_scores")
-        exact, grid = exact_scores_kernel, (chunks, heads, 1)
+        config = config | {"sums": new_sums(call, grid[0])}
+    elif call.inputs.log_decay is not None:
+        call.values["sums"] = new_sums(call, chunks, heads)
     for erasing_rows in (False, True) if free else (False,):
-        call.launch(exact, grid, {**config, "ERASING_ROWS": erasing_rows})
+        call.launch(exact_scores_kernel, grid, {**config, "ERASING_ROWS": erasing_rows})
 
 
 def fast_scores(call: Call, grid: Grid) -> None:

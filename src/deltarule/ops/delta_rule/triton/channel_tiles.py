@@ -5,7 +5,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from deltarule.ops.delta_rule.triton.tiles import EPSILON, load_slot, store_rows
+from deltarule.ops.delta_rule.triton.tiles import EPSILON, load_slot
 
 # beta and log_decay of all rows with their strides, and T.
 Gates = namedtuple(
@@ -28,23 +28,16 @@ def load_channels(p_x, o_r, m_r, o_k, stride, K: tl.constexpr):
 
 
 @triton.jit
-def inverse_norms(
-    p_x, o_r, m_r, stride, K: tl.constexpr, BC: tl.constexpr, UNIT_NORM: tl.constexpr
-):
-    """1 / |x| of every row, or ones."""
+def inverse_norms(p_x, o_r, m_r, S: tl.constexpr):
+    """1 / |x| of every row of q or k, or ones."""
     b_norm = tl.full(o_r.shape, 1.0, tl.float32)
-    if UNIT_NORM:
+    if S.UNIT_NORM:
         b_square = tl.zeros(o_r.shape, tl.float32)
-        for i_k in range(0, K, BC):
-            b_x = load_channels(p_x, o_r, m_r, i_k + tl.arange(0, BC), stride, K)
+        for i_k in range(0, S.K, S.BC):
+            b_x = load_channels(p_x, o_r, m_r, i_k + tl.arange(0, S.BC), S.H * S.K, S.K)
             b_square += tl.sum(b_x * b_x, axis=1)
         b_norm = tl.rsqrt(b_square + EPSILON)
     return b_norm
-
-
-@triton.jit
-def store_channels(x, i_slot, o_r, o_k, b_x, ROWS: tl.constexpr, K: tl.constexpr, m_r):
-    store_rows(x + i_slot * ROWS * K, b_x, o_r, m_r, o_k, K, K)
 
 
 @triton.jit
