@@ -59,7 +59,6 @@ class Request(NamedTuple):
 
 
 def why_not_triton(call: Request) -> str | None:
-    """What the Triton kernels over chunks cannot do."""
     q, v = call.inputs.q, call.inputs.v
     if reason := why_no_triton("q", q):
         return reason

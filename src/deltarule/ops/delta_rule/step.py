@@ -153,7 +153,6 @@ step_operator = InPlace(
 
 
 def why_not_triton(step: Step) -> str | None:
-    """What the Triton kernel cannot do."""
     inputs, state = step.inputs, step.state
     if reason := why_no_triton("state", state):
         return reason

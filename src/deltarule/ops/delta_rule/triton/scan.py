@@ -32,6 +32,7 @@ with; what it leaves of its chunks, it leaves in memory of its own.
 
 from collections import namedtuple
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import triton
@@ -337,37 +338,34 @@ def scan_config(call: Call, name: str, ends: bool) -> dict[str, Any]:
     return config | own | {"SPLIT": "ends" if ends else call.plan.split}
 
 
-def scan_through(call: Call, own: Buffers, window: Window = WHOLE, ends: bool = False) -> None:
-    """Launch `next_state_kernel`, with tensors of its `own`: from initial_state to final_state.
+# Their kernels, with the names of these in the tables, and what the copy engine fetches for them.
+THROUGH = next_state_kernel, "next_state", forward_tiles
+BACK = next_state_backward_kernel, "next_state_backward", backward_tiles
 
-    o, and S and E of the chunks, go where `own` has room. With `ends` segments start at zero.
+
+def launch_scan(
+    back: bool, call: Call, own: Buffers, window: Window = WHOLE, ends: bool = False
+) -> None:
+    """Launch a scan with tensors of its `own`, or that of wide keys: not of windows, nor of `ends`.
+
+    It goes from initial_state to final_state or from d_final back to d_initial; what it may leave
+    goes where `own` has room. With `ends` segments start at zero.
     """
-    launch_scan(call, (next_state_kernel, "next_state", forward_tiles), own, window, ends)
-
-
-def scan_back(call: Call, own: Buffers, window: Window = WHOLE, ends: bool = False) -> None:
-    """Launch `next_state_backward_kernel`, with tensors of its `own`: from d_final to d_initial.
-
-    D at the chunks' ends, X and dv (`d_values` of a free erase) go where `own` has room.
-    """
-    scan = next_state_backward_kernel, "next_state_backward", backward_tiles
-    launch_scan(call, scan, own, window, ends)
-
-
-def launch_scan(call: Call, scan: Any, own: Buffers, window: Window, ends: bool) -> None:
-    """One of both or, but of windows and of what they would compute again, that of wide keys."""
-    (kernel, name, fetched), own = scan, {**dict.fromkeys(LEFT), **own}
+    (kernel, name, fetched), own = BACK if back else THROUGH, {**dict.fromkeys(LEFT), **own}
     if window is WHOLE and not ends and not call["again"] and plan.on_hopper(call.inputs.q):
         from deltarule.ops.delta_rule.gluon import wide_scan_stage
 
-        if wide_scan_stage.scans(call, own, back=name != "next_state"):
+        if wide_scan_stage.scans(call, own, back=back):
             return
     config, sizes = call.once(scan_config, name, ends), call.plan.sizes
     programs = plan.blocks(sizes["V"], config["BV"])
-    if ends and name == "next_state" and call.inputs.erase != "none":
+    if ends and not back and call.inputs.erase != "none":
         programs += plan.blocks(sizes["K"], config["BV"])
     decayed = {"q": call["decayed_q"], "k": call["decayed_k"]} if call.inputs.by_channel else {}
     given = {"readings": call["scalings"], "OPEN": ends and call["join"] is not None}
     given |= {"OUTPUT": own["o"] is not None, "SAVE": own["states"] is not None}
     grid = programs * sizes["HV"] * plan.stretches(call.inputs, call.plan), 1, 1
     call.launch(kernel, grid, config | window.constants() | decayed | given | own, fetched)
+
+
+scan_through, scan_back = partial(launch_scan, False), partial(launch_scan, True)

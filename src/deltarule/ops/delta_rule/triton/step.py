@@ -52,13 +52,11 @@ def decay_of(log_decay, o_g, mask, A_log, i_h, dt_bias, o_bias, lower_bound, LOG
 
 @triton.jit
 def add_two(a, b, c, d):
-    """Two sums at once."""
     return a + c, b + d
 
 
 @triton.jit
 def add_three(a, b, c, d, e, f):
-    """Three."""
     return a + d, b + e, c + f
 
 
