@@ -36,7 +36,7 @@ FOLDERS = {
     "src/deltarule/ops/context": 520,
     "src/deltarule/ops/selective_scan": 1_170,
     "src/deltarule/ops/mesa": 640,
-    "src/deltarule/ops/memory": 2_180,
+    "src/deltarule/ops/memory": 2_170,
     "src/deltarule/ops/fused": 2_720,
     "src/deltarule/ops/serving": 770,
     "src/deltarule/ops/slstm": 820,

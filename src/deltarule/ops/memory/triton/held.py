@@ -64,8 +64,7 @@ def memory_scan_kernel(
     """
     i_r, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_s, o_k, o_v = tl.arange(0, S.BT), tl.arange(0, S.BK), tl.arange(0, S.BV)
-    m_v = (o_v < S.V)[None, :]
-    b_weight, b_bias = load_norm(weight, bias, i_h, o_v, S.V, S.NORM)
+    norm = load_norm(weight, bias, i_h, o_v, eps, S)
     i_n = i_r
     if S.PACKED:
         i_n = tl.load(owner + i_r)
@@ -85,7 +84,7 @@ def memory_scan_kernel(
         b_at = applied(b_x, maps.A)
         # The form with a norm, in which K = V, reads the key beside the value.
         b_key = b_x if S.NORM else b_v
-        b_g = loss_gradient(b_at, b_key, b_v, b_weight, b_bias, m_v, eps, S.V, S.NORM)
+        b_g = loss_gradient(b_at, b_key, b_v, norm, S)
         b_pair = product(b_y, tl.trans(b_x)) + S.BIAS
         b_z = load_column(rows, i, 0, o_s, S.T) * applied(b_y, maps.W)
         b_z += load_column(rows, i, 1, o_s, S.T) * applied(b_y, maps.M)
@@ -133,13 +132,12 @@ def read_backward_kernel(
     i = tl.program_id(0).to(tl.int64)
     o_s, o_k, o_v = tl.arange(0, S.BT), tl.arange(0, S.BK), tl.arange(0, S.BV)
     x, here = Given(q, d_z, noted, rows), Place(i, i, o_s, o_k, o_v)
-    b_weight, b_bias = load_norm(weight, bias, i % S.HV, o_v, S.V, S.NORM)
+    norm = load_norm(weight, bias, i % S.HV, o_v, eps, S)
     b_x, b_v = load_tile(k, i, o_s, o_k, S.T, S.K), load_tile(v, i, o_s, o_v, S.T, S.V)
     b_at = applied(b_x, load_map(noted, i, 2, o_v, o_k, S))
     store_tile(at, b_at, i, o_s, o_v, S.T, S.V)
     b_key = b_x if S.NORM else b_v
-    m_v = (o_v < S.V)[None, :]
-    b_g = loss_gradient(b_at, b_key, b_v, b_weight, b_bias, m_v, eps, S.V, S.NORM)
+    b_g = loss_gradient(b_at, b_key, b_v, norm, S)
     store_tile(g, b_g, i, o_s, o_v, S.T, S.V)
     b_x, b_y = load_tile(k, i, o_s, o_k, S.T, S.K), load_tile(q, i, o_s, o_k, S.T, S.K)
     b_pair = product(b_y, tl.trans(b_x)) + S.BIAS
@@ -187,8 +185,7 @@ def memory_backward_kernel(
     x = Given(q, d_z, noted, rows)
     i_r, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_s, o_k, o_v = tl.arange(0, S.BT), tl.arange(0, S.BK), tl.arange(0, S.BV)
-    m_v = (o_v < S.V)[None, :]
-    b_weight, b_bias = load_norm(weight, bias, i_h, o_v, S.V, S.NORM)
+    norm = load_norm(weight, bias, i_h, o_v, eps, S)
     b_dweight, b_dbias = tl.zeros([S.BV], tl.float32), tl.zeros([S.BV], tl.float32)
     for i_back in range(M):
         i_m = M - 1 - i_back
@@ -217,9 +214,7 @@ def memory_backward_kernel(
         b_x, b_v = load_tile(k, i, o_s, o_k, S.T, S.K), load_tile(v, i, o_s, o_v, S.T, S.V)
         b_key = b_x if S.NORM else b_v
         b_at = load_tile(at, i, o_s, o_v, S.T, S.V)
-        b_dz, b_dv, b_dw_rows, b_db_rows = loss_gradient_backward(
-            b_dg, b_at, b_key, b_v, b_weight, b_bias, m_v, eps, S.V, S.NORM
-        )
+        b_dz, b_dv, b_dw_rows, b_db_rows = loss_gradient_backward(b_dg, b_at, b_key, b_v, norm, S)
         store_tile(d_v, b_dv, i, o_s, o_v, S.T, S.V)
         if S.NORM:
             # In the loss stands k - v.

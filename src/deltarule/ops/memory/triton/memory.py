@@ -15,6 +15,8 @@ Sizes = namedtuple("Sizes", "HV T K V BT BK BV BIAS NORM PACKED")
 # A map [V, K] with its bias as a row; and the weights, the momentum and the anchor of a memory.
 Map = namedtuple("Map", "weights bias")
 Maps = namedtuple("Maps", "W M A")
+# The layer norm of a head: weight and bias as rows, the channels that there are, and eps.
+Norm = namedtuple("Norm", "weight bias m_v eps")
 
 
 @triton.jit
@@ -47,14 +49,14 @@ def store_column(rows, b_x, i, which: tl.constexpr, o_s, T: tl.constexpr):
 
 
 @triton.jit
-def load_norm(weight, bias, i_h, o_v, V: tl.constexpr, NORM: tl.constexpr):
-    """The weight and bias of the norm of a head as rows; zeros without one."""
+def load_norm(weight, bias, i_h, o_v, eps, S: tl.constexpr):
+    """Weight and bias are zeros without a norm."""
     b_weight = tl.zeros(o_v.shape, tl.float32)
     b_bias = b_weight
-    if NORM:
-        b_weight = tl.load(weight + i_h * V + o_v, mask=o_v < V, other=0.0)
-        b_bias = tl.load(bias + i_h * V + o_v, mask=o_v < V, other=0.0)
-    return b_weight[None, :], b_bias[None, :]
+    if S.NORM:
+        b_weight = tl.load(weight + i_h * S.V + o_v, mask=o_v < S.V, other=0.0)
+        b_bias = tl.load(bias + i_h * S.V + o_v, mask=o_v < S.V, other=0.0)
+    return Norm(b_weight[None, :], b_bias[None, :], (o_v < S.V)[None, :], eps)
 
 
 @triton.jit
@@ -115,32 +117,30 @@ def mean(b_x, V: tl.constexpr):
 
 
 @triton.jit
-def centred(b_z, m_v, eps, V: tl.constexpr):
+def centred(b_z, norm, V: tl.constexpr):
     """c = (z - mean) s and s = 1 / sqrt(variance + eps)."""
-    b_c = tl.where(m_v, b_z - mean(b_z, V), 0.0)
-    b_s = tl.rsqrt(mean(b_c * b_c, V) + eps)
+    b_c = tl.where(norm.m_v, b_z - mean(b_z, V), 0.0)
+    b_s = tl.rsqrt(mean(b_c * b_c, V) + norm.eps)
     return b_c * b_s, b_s
 
 
 @triton.jit
-def loss_gradient(b_z, b_k, b_v, b_weight, b_bias, m_v, eps, V: tl.constexpr, NORM: tl.constexpr):
+def loss_gradient(b_z, b_k, b_v, norm, S: tl.constexpr):
     """g = d loss / dz: of |z - v|^2, or with NORM of 1/2 |k + LN(z) - v|^2.
 
     e = weight (weight c + bias + k - v)        g = s (e - mean(e) - c mean(e c))
     """
-    if NORM:
-        b_c, b_s = centred(b_z, m_v, eps, V)
-        b_e = b_weight * (b_weight * b_c + b_bias + b_k - b_v)
-        b_g = tl.where(m_v, b_s * (b_e - mean(b_e, V) - b_c * mean(b_e * b_c, V)), 0.0)
+    if S.NORM:
+        b_c, b_s = centred(b_z, norm, S.V)
+        b_e = norm.weight * (norm.weight * b_c + norm.bias + b_k - b_v)
+        b_g = tl.where(norm.m_v, b_s * (b_e - mean(b_e, S.V) - b_c * mean(b_e * b_c, S.V)), 0.0)
     else:
         b_g = 2 * (b_z - b_v)
     return b_g
 
 
 @triton.jit
-def loss_gradient_backward(
-    b_dg, b_z, b_k, b_v, b_weight, b_bias, m_v, eps, V: tl.constexpr, NORM: tl.constexpr
-):
+def loss_gradient_backward(b_dg, b_z, b_k, b_v, norm, S: tl.constexpr):
     """Gradients by z, by v (by k it is the opposite), and those by weight and bias, row by row.
 
     With m = mean(e c) and n = mean(dg c),
@@ -148,18 +148,19 @@ def loss_gradient_backward(
         dz = s (dc - mean(dc) - c mean(dc c)) - s c mean(dg g)
     the last term because s depends on z too.
     """
-    if NORM:
-        b_c, b_s = centred(b_z, m_v, eps, V)
-        b_miss = b_weight * b_c + b_bias + b_k - b_v
-        b_e = b_weight * b_miss
+    if S.NORM:
+        V: tl.constexpr = S.V
+        b_c, b_s = centred(b_z, norm, V)
+        b_miss = norm.weight * b_c + norm.bias + b_k - b_v
+        b_e = norm.weight * b_miss
         b_m, b_n = mean(b_e * b_c, V), mean(b_dg * b_c, V)
         b_g = b_s * (b_e - mean(b_e, V) - b_c * b_m)
-        b_de = tl.where(m_v, b_s * (b_dg - mean(b_dg, V) - b_c * b_n), 0.0)
-        b_dc = b_weight * b_weight * b_de - b_s * (b_dg * b_m + b_e * b_n)
+        b_de = tl.where(norm.m_v, b_s * (b_dg - mean(b_dg, V) - b_c * b_n), 0.0)
+        b_dc = norm.weight * norm.weight * b_de - b_s * (b_dg * b_m + b_e * b_n)
         b_dz = b_s * (b_dc - mean(b_dc, V) - b_c * (mean(b_dc * b_c, V) + mean(b_dg * b_g, V)))
-        b_dz = tl.where(m_v, b_dz, 0.0)
-        b_dv = -b_weight * b_de
-        b_dweight, b_dbias = b_de * (b_miss + b_weight * b_c), b_weight * b_de
+        b_dz = tl.where(norm.m_v, b_dz, 0.0)
+        b_dv = -norm.weight * b_de
+        b_dweight, b_dbias = b_de * (b_miss + norm.weight * b_c), norm.weight * b_de
     else:
         b_dz = 2 * b_dg
         b_dv, b_dweight, b_dbias = -b_dz, b_dz, b_dz

@@ -263,7 +263,7 @@ def network_scan_kernel(
     x = Given(q, k, rows, scalars, memory, noted)
     i_r, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_s, o_k, o_v = tl.arange(0, S.BT), tl.arange(0, S.BK), tl.arange(0, S.BV)
-    b_weight, b_bias = load_norm(weight, bias, i_h, o_v, S.V, S.NORM)
+    norm = load_norm(weight, bias, i_h, o_v, eps, S)
     of_bias = last_bias(o_v, S)
     for i_m in range(M):
         at = place_of(full, owner, i_m, M, R, i_r, i_h, o_s, o_k, o_v, S)
@@ -273,8 +273,7 @@ def network_scan_kernel(
         b_v = load_tile(v, i, o_s, o_v, S.T, S.V)
         # The form with a norm, in which K = V, reads the key beside the value.
         b_key = load_tile(k, i, o_s, o_v, S.T, S.K) if S.NORM else b_v
-        m_v = (o_v < S.V)[None, :]
-        b_g = loss_gradient(b_at, b_key, b_v, b_weight, b_bias, m_v, eps, S.V, S.NORM)
+        b_g = loss_gradient(b_at, b_key, b_v, norm, S)
         # The network on the queries, and what the maps become.
         columns = load_columns(rows, i, o_s, S.T)
         biases = load_parts(memory, i_n, of_bias, settled, S)

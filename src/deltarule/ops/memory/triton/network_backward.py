@@ -100,15 +100,14 @@ def network_read_backward_kernel(
     i_r, i_h, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     i = (i_m * R + i_r) * S.HV + i_h
     o_s, o_k, o_v = tl.arange(0, S.BT), tl.arange(0, S.BK), tl.arange(0, S.BV)
-    b_weight, b_bias = load_norm(weight, bias, i_h, o_v, S.V, S.NORM)
+    norm = load_norm(weight, bias, i_h, o_v, eps, S)
     settled = network.is_settled(full, owner, i_m, i_r, R, S.PACKED)
     here = network.Place(i, i, settled, None, None, o_s, o_k, o_v)
     b_at = network.trained(x, here, S)
     store_tile(at, b_at, i, o_s, o_v, S.T, S.V)
     b_v = load_tile(v, i, o_s, o_v, S.T, S.V)
     b_key = load_tile(k, i, o_s, o_v, S.T, S.K) if S.NORM else b_v
-    m_v = (o_v < S.V)[None, :]
-    b_g = loss_gradient(b_at, b_key, b_v, b_weight, b_bias, m_v, eps, S.V, S.NORM)
+    b_g = loss_gradient(b_at, b_key, b_v, norm, S)
     store_tile(g, b_g, i, o_s, o_v, S.T, S.V)
     b_h, b_R = load_tile(d_z, i, o_s, o_v, S.T, S.V), load_tile(writes, i, o_s, o_s, S.T, S.T)
     columns = network.load_columns(rows, i, o_s, S.T)
@@ -324,7 +323,7 @@ def network_backward_kernel(
     y = Gradients(d_z, g, tiles, d_g, d_x, d_memory, d_k, d_rows)
     i_r, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_s, o_k, o_v = tl.arange(0, S.BT), tl.arange(0, S.BK), tl.arange(0, S.BV)
-    b_weight, b_bias = load_norm(weight, bias, i_h, o_v, S.V, S.NORM)
+    norm = load_norm(weight, bias, i_h, o_v, eps, S)
     b_dweight, b_dbias = tl.zeros([S.BV], tl.float32), tl.zeros([S.BV], tl.float32)
     of_bias = network.last_bias(o_v, S)
     for i_back in range(M):
@@ -333,12 +332,10 @@ def network_backward_kernel(
         i, settled = here.i, here.settled
         b_dg, b_dk = writes_backward(x, y, here, S)
         # Through the gradient that was taken at A.
-        b_v, m_v = load_tile(v, i, o_s, o_v, S.T, S.V), (o_v < S.V)[None, :]
+        b_v = load_tile(v, i, o_s, o_v, S.T, S.V)
         b_key = load_tile(k, i, o_s, o_v, S.T, S.K) if S.NORM else b_v
         b_at = load_tile(at, i, o_s, o_v, S.T, S.V)
-        b_dz, b_dv, b_dw_rows, b_db_rows = loss_gradient_backward(
-            b_dg, b_at, b_key, b_v, b_weight, b_bias, m_v, eps, S.V, S.NORM
-        )
+        b_dz, b_dv, b_dw_rows, b_db_rows = loss_gradient_backward(b_dg, b_at, b_key, b_v, norm, S)
         store_tile(d_v, b_dv, i, o_s, o_v, S.T, S.V)
         if S.NORM:
             b_dweight += tl.sum(b_dw_rows, axis=0)
