@@ -37,7 +37,7 @@ FOLDERS = {
     "src/deltarule/ops/selective_scan": 1_170,
     "src/deltarule/ops/mesa": 640,
     "src/deltarule/ops/memory": 2_170,
-    "src/deltarule/ops/fused": 2_720,
+    "src/deltarule/ops/fused": 2_710,
     "src/deltarule/ops/serving": 770,
     "src/deltarule/ops/slstm": 820,
     "src/deltarule/ops/long_convolution": 490,

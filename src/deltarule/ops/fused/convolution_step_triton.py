@@ -130,11 +130,8 @@ def values_of(within: Within | None) -> dict[str, Any]:
     given = [(None, None)] * 3 if within is None else zip(*within[:2], strict=True)
     values: dict[str, Any] = {"W": 0, "EARLY": False, "ACTIVATED": False}
     for i, (weight, history) in enumerate(given):
-        values |= {
-            f"w_{i}": weight,
-            f"h_{i}": history,
-            f"D_{i}": 0 if weight is None else len(weight),
-        }
+        values |= {f"w_{i}": weight, f"h_{i}": history}
+        values[f"D_{i}"] = 0 if weight is None else len(weight)
     if within is not None:
         early, taps = read_early(*within.histories), within.weights[0].shape[1]
         values |= {"W": taps, "EARLY": early, "ACTIVATED": within.activated}

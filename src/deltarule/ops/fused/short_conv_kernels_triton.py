@@ -9,6 +9,8 @@ bounds the speed, and each of them once, since the last R stay in registers. The
 again from x. Up to three streams of different channels follow each other in a grid.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -20,18 +22,22 @@ from deltarule.ops.fused.parts_triton import block_of, pick, pick_all
 # mypy: disable-error-code="assignment, misc"
 
 
+# A row of tokens and its sequences; what is before these, gradients by their last inputs, channels.
+Row = namedtuple("Row", "i_b T N cu_seqlens sequence counts history d_final o_d D m_d")
+
+
 @triton.jit
-def place(t, i_b, T, N, cu_seqlens, sequence, counts, PACKED: tl.constexpr, PADDED: tl.constexpr):
+def place(t, row, PACKED: tl.constexpr, PADDED: tl.constexpr):
     """For each token: its sequence, its position in it, and the sequence's length."""
-    n, position, count = i_b + 0 * t, t, T + 0 * t
+    n, position, count = row.i_b + 0 * t, t, row.T + 0 * t
     if PACKED:
-        n = tl.load(sequence + t, mask=(t >= 0) & (t < T), other=0).to(tl.int32)
+        n = tl.load(row.sequence + t, mask=(t >= 0) & (t < row.T), other=0).to(tl.int32)
         # Offsets are not checked on a GPU: wrong ones may not lead out of the tensors.
-        n = tl.maximum(tl.minimum(n, N - 1), 0)
-        start = tl.load(cu_seqlens + n).to(tl.int32)
-        position, count = t - start, tl.load(cu_seqlens + n + 1).to(tl.int32) - start
+        n = tl.maximum(tl.minimum(n, row.N - 1), 0)
+        start = tl.load(row.cu_seqlens + n).to(tl.int32)
+        position, count = t - start, tl.load(row.cu_seqlens + n + 1).to(tl.int32) - start
     if PADDED:
-        count = tl.load(counts + n).to(tl.int32)
+        count = tl.load(row.counts + n).to(tl.int32)
     return n, position, count
 
 
@@ -171,14 +177,15 @@ def short_conv_kernel(
     p_x = x + o_d[None, :]
     p_y = y + i_b.to(tl.int64) * T * D + o_d[None, :]
     taps = load_taps(weight, o_d, D, W)
-    n, position, _ = place(t, i_b, T, N, cu_seqlens, sequence, counts, PACKED, PADDED)
+    row = Row(i_b, T, N, cu_seqlens, sequence, counts, history, None, o_d, D, m_d)
+    n, position, _ = place(t, row, PACKED, PADDED)
     window = load_window(p_x, history, s_t, t, n, position, o_d, T, D, m_d, W)
     # All before the first store, which no later load may pass.
     given = load_tokens(rows_at(p_x, t, s_t), s_t, t, T, m_d, RUN)
     p_y = rows_at(p_y, t, D)
     for j in tl.static_range(RUN):
         if PACKED and j > 0:
-            n, position, _ = place(t, i_b, T, N, cu_seqlens, sequence, counts, True, PADDED)
+            n, position, _ = place(t, row, True, PADDED)
             first = (position == 0) & (t < T)
             window = restart(window, history, n, first, o_d, D, m_d, W)
         seen = window + (given[j].to(tl.float32),)
@@ -217,10 +224,15 @@ def finish_gradient(b_z, b_dy, ACTIVATED: tl.constexpr):
 
 @triton.jit
 def step_back(
-    b_x, b_dy, window, pending, taps, position, W: tl.constexpr, PACKED: tl.constexpr,
-    ACTIVATED: tl.constexpr,
+    b_x, b_dy, window, pending, taps, t, row, W: tl.constexpr, PACKED: tl.constexpr,
+    PADDED: tl.constexpr, ACTIVATED: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     """dz of a token, what it saw, and dx of R + 1 tokens: of the first all, of the others parts."""
+    if PACKED or FINAL:
+        n, position, count = place(t, row, PACKED, PADDED)
+    if PACKED:
+        first = (position == 0) & (t < row.T)
+        window = restart(window, row.history, n, first, row.o_d, row.D, row.m_d, W)
     seen = window + (b_x.to(tl.float32),)
     b_dz = finish_gradient(convolve(seen, taps, W), b_dy.to(tl.float32), ACTIVATED)
     given = ()
@@ -230,18 +242,14 @@ def step_back(
             # The token W - 1 - i before may be of another sequence.
             b_dx = tl.where((position >= W - 1 - i)[:, None], b_dx, pending[i])
         given = given + (b_dx,)
-    return b_dz, seen, given + (b_dz * taps[W - 1],)
-
-
-@triton.jit
-def add_final(given, d_final, n, r, t, T, D, o_d, m_d, W: tl.constexpr):
-    """The same with the gradient by row r of the last inputs, if the token is that row."""
-    m = ((r >= 0) & (r < W - 1) & (t < T))[:, None] & m_d
-    b_df = tl.load(d_final + history_row(n, r, D, W) + o_d[None, :], mask=m, other=0.0)
-    sums = ()
-    for i in tl.static_range(W - 1):
-        sums = sums + (given[i],)
-    return sums + (given[W - 1] + b_df.to(tl.float32),)
+    b_last = b_dz * taps[W - 1]
+    if FINAL:
+        # If the token is one of the last inputs, row r of these.
+        r = position + W - 1 - count
+        m = ((r >= 0) & (r < W - 1) & (t < row.T))[:, None] & row.m_d
+        p_f = row.d_final + history_row(n, r, row.D, W) + row.o_d[None, :]
+        b_last += tl.load(p_f, mask=m, other=0.0).to(tl.float32)
+    return b_dz, seen, given + (b_last,)
 
 
 # Lengths change from call to call; none is worth a kernel of its own.
@@ -282,7 +290,8 @@ def short_conv_backward_kernel(
     p_dy = d_y + i_b.to(tl.int64) * s_dy_b + o_d[None, :]
     p_dx = d_x + i_b.to(tl.int64) * s_dx_b + o_d[None, :]
     taps = load_taps(weight, o_d, D, W)
-    n, position, count = place(begin, i_b, T, N, cu_seqlens, sequence, counts, PACKED, PADDED)
+    row = Row(i_b, T, N, cu_seqlens, sequence, counts, history, d_final, o_d, D, m_d)
+    n, position, _ = place(begin, row, PACKED, PADDED)
     window = load_window(p_x, history, s_t, begin, n, position, o_d, T, D, m_d, W)
     p_x, p_dy = rows_at(p_x, begin, s_t), rows_at(p_dy, begin, s_dy_t)
     p_dx = rows_at(p_dx, begin - (W - 1), s_dx_t)
@@ -298,18 +307,9 @@ def short_conv_backward_kernel(
             next_x = load_tokens(p_x, s_t, t + AT_ONCE, T, m_d, AT_ONCE)
             next_dy = load_tokens(p_dy, s_dy_t, t + AT_ONCE, T, m_d, AT_ONCE)
         for j in tl.static_range(AT_ONCE):
-            if PACKED or FINAL:
-                n, position, count = place(
-                    t, i_b, T, N, cu_seqlens, sequence, counts, PACKED, PADDED
-                )
-            if PACKED:
-                first = (position == 0) & (t < T)
-                window = restart(window, history, n, first, o_d, D, m_d, W)
             b_dz, seen, given = step_back(
-                b_x[j], b_dy[j], window, pending, taps, position, W, PACKED, ACTIVATED
+                b_x[j], b_dy[j], window, pending, taps, t, row, W, PACKED, PADDED, ACTIVATED, FINAL
             )
-            if FINAL:
-                given = add_final(given, d_final, n, position + W - 1 - count, t, T, D, o_d, m_d, W)
             grads = add_taps(grads, b_dz, seen, W)
             m = (t - (W - 1) >= begin) & (t - (W - 1) < end)
             tl.store(p_dx, given[0].to(d_x.dtype.element_ty), mask=m[:, None] & m_d)
@@ -321,16 +321,10 @@ def short_conv_backward_kernel(
             next_dy = load_tokens(p_dy, s_dy_t, t, T, m_d, AT_ONCE)
     # The tokens past the run that saw its last ones are of the next one's sum.
     for j in tl.static_range(W - 1):
-        if PACKED or FINAL:
-            n, position, count = place(t, i_b, T, N, cu_seqlens, sequence, counts, PACKED, PADDED)
-        if PACKED:
-            first = (position == 0) & (t < T)
-            window = restart(window, history, n, first, o_d, D, m_d, W)
         _, seen, given = step_back(
-            next_x[j], next_dy[j], window, pending, taps, position, W, PACKED, ACTIVATED
-        )
-        if FINAL:
-            given = add_final(given, d_final, n, position + W - 1 - count, t, T, D, o_d, m_d, W)
+            next_x[j], next_dy[j], window, pending, taps, t, row, W, PACKED, PADDED, ACTIVATED,
+            FINAL,
+        )  # fmt: skip
         m = (t - (W - 1) < end)[:, None] & m_d
         tl.store(p_dx, given[0].to(d_x.dtype.element_ty), mask=m)
         window, pending = later(seen, W), later(given, W)
