@@ -18,7 +18,7 @@ from tolerance import relative_rms
 DOUBLE = torch.float64
 # What the operators do with many tokens.
 CHUNKS = {
-    **dict.fromkeys(("mamba", "s4", "dfw", "longhorn"), (scan_chunks, "chunk_starts")),
+    **dict.fromkeys(("mamba", "s4", "dfw", "longhorn"), (scan_chunks, "between_chunks")),
     **dict.fromkeys(("mesa", "mesa, 30 iterations"), (mesa_chunks, "chunk_states")),
     "two memories": (import_module("deltarule.ops.two_memories"), "delta_rule"),
 }

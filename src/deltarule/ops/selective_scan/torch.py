@@ -71,7 +71,7 @@ def join_gradients(
 
 def window_forward(chunks: Chunks, state: Tensor, states: Tensor, window: Window) -> Tensor:
     """Outputs of the chunks; the state goes to the end of the window."""
-    chunk_starts(chunks, state, window.bounds, states)
+    between_chunks(chunks, state, window.bounds, states)
     o, ends = read(chunks, states)
     # A sequence has the state at the end of its last chunk here.
     for first, stop in pairwise(window.bounds):
@@ -83,7 +83,8 @@ def window_backward(
     d_o: Tensor, d_state: Tensor, chunks: Chunks, states: Tensor, window: Window
 ) -> Chunks:
     """Gradients by the chunks; d_state goes from the end of the window to its start."""
-    d_ends = chunk_ends(d_o, chunks, d_state, window.bounds)
+    d_ends = torch.empty_like(states)
+    between_chunks(chunks, d_state, window.bounds, d_ends, d_o)
     d_chunks, d_starts = read_backward(d_o, d_ends, chunks, states)
     # And the gradient at the start of its first chunk.
     first = window.bounds[1]
@@ -132,22 +133,31 @@ def written(chunks: Chunks) -> Tensor:
     return chunks.v if chunks.beta is None else chunks.beta * chunks.v
 
 
-def chunk_starts(chunks: Chunks, state: Tensor, bounds: list[int], starts: Tensor) -> None:
-    """The states at the starts of the chunks [M, HV, V, K], from those before them [n, ..]."""
+def between_chunks(
+    chunks: Chunks, given: Tensor, bounds: list[int], found: Tensor, d_o: Tensor | None = None
+) -> None:
+    """Fill in the states at the starts of the chunks [M, HV, V, K], from those before the window.
+
+    Of d_o: the gradients by the states at their ends, from those after the window.
+    """
     if len(bounds) == 2:
-        starts.copy_(state[: bounds[1]])
+        found.copy_(given[: bounds[1]])
         return
     # What each chunk makes of a state of zeros, and what is left of any other.
-    write, shape = written(chunks), (chunks.v.shape[0], *state.shape[1:])
-    local, left = state.new_zeros(shape), state.new_ones(shape)
-    for t in range(write.shape[2]):
+    write, local, left = written(chunks), torch.zeros_like(found), torch.ones_like(found)
+    tokens, ranks = range(write.shape[2]), list(pairwise(bounds))
+    for t in tokens if d_o is None else reversed(tokens):
         factor = decay(chunks, t)
-        local.mul_(factor).addcmul_(write[:, :, t, :, None], at(chunks.k, t))
+        if d_o is None:
+            local.mul_(factor).addcmul_(write[:, :, t, :, None], at(chunks.k, t))
+        else:
+            local.addcmul_(d_o[:, :, t, :, None], at(chunks.q, t)).mul_(factor)
         left.mul_(factor)
-    before = state
-    for first, stop in pairwise(bounds):
-        starts[first:stop] = before[: stop - first]
-        before = torch.addcmul(local[first:stop], left[first:stop], starts[first:stop])
+    carried = given.clone()
+    for first, stop in ranks if d_o is None else reversed(ranks):
+        here = slice(first, stop)
+        found[here] = carried[: stop - first]
+        torch.addcmul(local[here], left[here], found[here], out=carried[: stop - first])
 
 
 def read(chunks: Chunks, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,24 +170,6 @@ def read(chunks: Chunks, starts: Tensor) -> tuple[Tensor, Tensor]:
         state = kept.addcmul_(write[:, :, t, :, None], at(chunks.k, t))
         o[:, :, t] = (state * at(chunks.q, t)).sum(-1)
     return o, state
-
-
-def chunk_ends(d_o: Tensor, chunks: Chunks, d_state: Tensor, bounds: list[int]) -> Tensor:
-    """Gradient by the state at the end of every chunk; d_state is that after the window."""
-    if len(bounds) == 2:
-        return d_state[: bounds[1]].clone()
-    shape = (chunks.v.shape[0], *d_state.shape[1:])
-    local, left = d_state.new_zeros(shape), d_state.new_ones(shape)
-    for t in reversed(range(d_o.shape[2])):
-        factor = decay(chunks, t)
-        local.addcmul_(d_o[:, :, t, :, None], at(chunks.q, t)).mul_(factor)
-        left.mul_(factor)
-    ends = torch.empty_like(local)
-    after = d_state.clone()
-    for first, stop in reversed(list(pairwise(bounds))):
-        ends[first:stop] = after[: stop - first]
-        after[: stop - first] = torch.addcmul(local[first:stop], left[first:stop], ends[first:stop])
-    return ends
 
 
 def read_backward(

@@ -57,8 +57,8 @@ def chunk_summary_kernel(
     tl.store(left + place, b_left, mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "N"])
-def carry_kernel(before, local, left, after, cu_seqlens, T, N, S: tl.constexpr):
+@triton.jit(do_not_specialize=["T"])
+def carry_kernel(before, local, left, after, cu_seqlens, T, S: tl.constexpr):
     """BE of the SIZE entries of one sequence's state, through its chunks; REVERSE: from the last.
 
     `local` is replaced by the state at each chunk's start (the gradient at its end), `before`
