@@ -34,17 +34,9 @@ def recurrent_step(step: Step) -> Tensor:
         return o
 
 
-def _within(inputs: Inputs, state: Tensor, states: Tensor | None) -> Tensor:
-    """Outputs [B, T, HV, V]; the state [B, HV, V, K] is overwritten, whatever its dtype."""
-    carried = state.to(inputs.dtype)
-    o = _tokens(inputs, carried, states)
-    if carried is not state:
-        state.copy_(carried)
-    return o
-
-
-def _tokens(inputs: Inputs, state: Tensor, states: Tensor | None) -> Tensor:
-    """Outputs [B, T, HV, V], the state carried in place and kept after each token."""
+def _within(inputs: Inputs, given: Tensor, states: Tensor | None) -> Tensor:
+    """Outputs [B, T, HV, V]; a state of any dtype is overwritten, and kept after each token."""
+    state = given.to(inputs.dtype)
     heads, n_steps = inputs.v.shape[2], inputs.n_steps
     q, k, v = (computed(x, inputs.q) for x in inputs[:3])
     gates = (None if x is None else computed(x, inputs.q) for x in inputs[3:7])
@@ -80,5 +72,7 @@ def _tokens(inputs: Inputs, state: Tensor, states: Tensor | None) -> Tensor:
         outputs.append((state * q[:, t]).sum(-1) * inputs.scale)
         if states is not None:
             states[:, t] = state
+    if state is not given:
+        given.copy_(state)
     o = outputs[0].unsqueeze(1) if len(outputs) == 1 else torch.stack(outputs, 1)
     return o.to(inputs.v.dtype)
