@@ -19,7 +19,8 @@ def check_pool(
     if pool.dtype not in dtypes or pool.device != x.device:
         kinds = " or ".join(map(str, dtypes))
         raise ValueError(f"state must be {kinds} on {x.device}, got {kind(pool)}")
-    if any(count > 1 and not step for count, step in zip(pool.shape, pool.stride(), strict=True)):
+    strides = pool.stride()
+    if 0 in strides and any(n > 1 and s == 0 for n, s in zip(pool.shape, strides, strict=True)):
         raise ValueError("state must not be expanded, it is written to: call .clone()")
 
 
