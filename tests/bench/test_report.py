@@ -164,9 +164,9 @@ def test_the_readme_says_what_the_raw_figures_say():
     (delta, gated, kda), theirs = [x.ours_ms for x in both], [x.peers["fla"][0] for x in both]
     front_page = " ".join((root / "docs" / "index.md").read_text().split())
     for text in (readme, front_page):
-        assert f"{delta:.2f} ms with the delta rule, {gated:.2f} with the gated one" in text
-        assert f"and {kda:.1f} with KDA; flash-linear" in text
-        assert "flash-linear-attention takes {:.1f}, {:.1f} and {:.1f}".format(*theirs) in text
+        assert f"{delta:.2f} ms for the delta rule, {gated:.2f} ms for the gated" in text
+        assert f"and {kda:.1f} ms for KDA; flash-linear" in text
+        assert "flash-linear-attention takes {:.1f}, {:.1f} and {:.1f} ms".format(*theirs) in text
     cpu = json.loads((root / "docs" / "figures" / "cpu_benchmark.json").read_text())
     compared = {one["name"]: one for one in cpu["comparisons"]}
     times, memory = (
@@ -178,5 +178,5 @@ def test_the_readme_says_what_the_raw_figures_say():
     )
     head, channel = "gated_delta_rule", "kda"
     assert f"is {times[head]:.1f} times as fast" in readme
-    assert f"keeps {memory[head]:.1f} times less memory" in readme
-    assert f"KDA {times[channel]:.0f} and {memory[channel]:.0f} times" in readme
+    assert f"needs {memory[head]:.1f} times less memory" in readme
+    assert f"for KDA the factors are {times[channel]:.0f} and {memory[channel]:.0f}" in readme
