@@ -40,52 +40,52 @@ class ModelConfig:
         num_layers: Blocks, each a mixer and an MLP.
         layer_types: The mixer of each block, by its name in `deltarule.nn.MIXERS`: one name, or
             a pattern whose length divides num_layers and that repeats; or a published pattern by
-            its name in `deltarule.models.PATTERNS`. In a mixer's place "mlp", "moe" (experts) or
-            "channel_mix" (an MLP that mixes each token with the one before) may stand, and several
-            joined by + are side by side, such as "mamba2+attention". Kept as a tuple of num_layers
+            its name in `deltarule.models.PATTERNS`. "mlp", "moe" (experts) or "channel_mix" (an
+            MLP that mixes each token with the one before) may take a mixer's place, and parts
+            joined by + run side by side, such as "mamba2+attention". Kept as a tuple of num_layers
             names.
         num_heads: Query and key heads.
         num_v_heads: Value heads of recurrent layers, a multiple of num_heads. None: num_heads.
         head_k_dim: Channels of a query or key of recurrent layers. None: the layer's default.
         head_v_dim: Channels of a value of recurrent layers. None: the layer's default.
-        num_attention_heads: Query heads of attention, where it has others than recurrent layers.
-            None: num_heads.
-        num_kv_heads: Key and value heads of attention, a divisor of its query heads. None: as many.
+        num_attention_heads: Query heads of attention. None: num_heads.
+        num_kv_heads: Key and value heads of attention, a divisor of its query heads. None: one for
+            each query head.
         attention_head_dim: Channels of a head of attention. None: hidden_size over its query heads.
-        attention_qk_norm: A norm of attention's q and k: "head", of each head; "all", of all heads
-            together. None: no norm.
-        kv_lora_rank: Channels of the vector that keys and values of full attention come from, and
-            that its state keeps (latent attention). None: they come from x.
+        attention_qk_norm: Norm of attention's q and k: "head", each head by itself; "all", all
+            heads together. None: no norm.
+        kv_lora_rank: Channels of the vector from which full attention computes keys and values,
+            and which its state keeps (latent attention). None: from x.
         qk_nope_head_dim: Channels of a query or key of latent attention that are a head's own.
         qk_rope_head_dim: Channels of a key of latent attention that all heads share.
         v_head_dim: Channels of a value of latent attention.
         attention_gate: Whether attention multiplies its output by sigmoid of a projection of x.
-        partial_rotary_factor: Share of a head's channels that attention turns, the first ones, in
-            [0, 1]; 0: no positions.
-        conv_size: Taps of the short convolution of recurrent layers; 0 removes it. None: the
-            layer's default.
+        partial_rotary_factor: Share of a head's channels, the first ones, that attention rotates
+            by position, in [0, 1]; 0: no positions.
+        conv_size: Tokens that the short convolution of recurrent layers reads; 0 removes it. None:
+            the layer's default.
         conv_bias: Whether that convolution adds a bias before its SiLU. None: it does not.
         n_groups: Key heads of Mamba-2 layers, a divisor of their heads.
         output_gate: Whether recurrent layers gate their output. None: the layer's default.
         output_gate_bias: Whether that gate of KDA layers has a bias.
         beta_max: Largest write strength of delta layers; 2.0 allows negative eigenvalues. None:
             the layer's default.
-        longest_horizon: Tokens that the slowest head of layers with rates of decay starts by
-            remembering, their heads spread from 8 tokens to it. None: each paper's draw.
-        gate_lower_bound: Least log_decay of KDA layers, a number < 0. None: no bound.
-        n_steps: Writes for each token in DeltaProduct layers. None: the layer's default.
+        longest_horizon: Initial memory, in tokens, of the slowest head of layers with a decay per
+            head or channel; heads are spread from 8 tokens to it. None: each paper's draw.
+        gate_lower_bound: Smallest log_decay of KDA layers, a number < 0. None: no bound.
+        n_steps: Writes per token in DeltaProduct layers. None: the layer's default.
         num_slots: Slots of a head in ABC, GSA and multi-head DeltaNets. None: the layer's default.
-        feature_map: What q and k of linear attention, Gated RFA and the delta layers go through,
-            by its name in `deltarule.nn.feature_maps`. None: the layer's default.
-        qk_norm: What those layers divide q and k by: "none", "l1" or "l2". None: the layer's
+        feature_map: Function of q and k in linear attention, Gated RFA and the delta layers, by its
+            name in `deltarule.nn.feature_maps`. None: the layer's default.
+        qk_norm: Norm that divides q and k in those layers: "none", "l1" or "l2". None: the layer's
             default.
-        output_norm: What the norm of the output goes over in the delta layers and in Lightning
-            Attention: "head", each head; "all", all heads; "none", no norm. None: each head.
-        normalizer: Divide linear attention's read-out by z^T q. None: the layer's default.
-        filter_size: Tokens that Hyena's filters reach. None: the layer's default.
-        mini_batch: Tokens whose inner gradients TTT and Titans take at one memory. None: 16.
-        spectrum: Where the complex eigenvalues of S4D start: "legs", "inv" or "lin". None: "legs".
-        window: Tokens that sliding-window attention sees, or attention in Titans' blocks. None: the
+        output_norm: Norm of the output of delta layers and Lightning Attention: "head", each head
+            by itself; "all", all heads together; "none", no norm. None: each head.
+        normalizer: Whether linear attention divides its output by z^T q. None: the layer's default.
+        filter_size: Length of Hyena's filters in tokens. None: the layer's default.
+        mini_batch: Tokens whose inner gradients TTT and Titans take at the same memory. None: 16.
+        spectrum: Initial complex eigenvalues of S4D: "legs", "inv" or "lin". None: "legs".
+        window: Tokens that attention sees in sliding-window layers and in Titans' blocks. None: the
             layer's default.
         num_persistent: Learned tokens before every document in Titans' blocks. None: 4.
         rope_theta: Base of the rotary position wavelengths of attention and RetNet.
@@ -94,47 +94,47 @@ class ModelConfig:
         mlp_layer_types: The second half of each block: "dense", an MLP; "sparse", a mixture of
             experts; "none". One of them, or a pattern that repeats, as for layer_types. None:
             "dense", or "none" where mlp_size is 0.
-        hidden_act: "silu", with a gate, or "relu2", max(x, 0)^2 without one: of MLPs and experts.
+        hidden_act: Activation of MLPs and experts: "silu", with a gate, or "relu2", max(x, 0)^2
+            without one.
         num_experts: Experts of a sparse layer.
-        num_experts_per_tok: Experts that a token goes through.
+        num_experts_per_tok: Experts that each token uses.
         moe_intermediate_size: Channels inside an expert.
-        shared_expert_intermediate_size: Channels inside an expert that every token goes through,
-            too; 0: none.
-        shared_expert_gate: Whether that one is multiplied by sigmoid of a projection of x.
-        scoring_func: What the router's logits go through: "softmax", or "sigmoid" with a bias that
-            takes part in the choice alone.
+        shared_expert_intermediate_size: Channels inside an expert that every token uses; 0: none.
+        shared_expert_gate: Whether sigmoid of a projection of x multiplies that expert's output.
+        scoring_func: Scores from the router's logits: "softmax", or "sigmoid" with a bias that
+            affects only the choice of experts.
         norm_topk_prob: Whether the scores of the chosen experts are divided by their sum.
-        n_group: Into how many equal groups the experts are cut.
-        topk_group: Of how many of these groups a token may choose.
-        routed_scaling_factor: What the chosen scores are multiplied by in the end.
-        embedding_multiplier: What the embedding of a token is multiplied by.
-        residual_multiplier: What each branch is multiplied by before it is added to the stream.
-        attention_multiplier: What scores of attention are multiplied by. None: head size^-1/2.
-        attention_out_multiplier: What attention puts out is multiplied by.
-        ssm_multipliers: What Mamba-2 multiplies its projections by: output gate, value, key, query
-            and decay (z, x, B, C and dt in its paper).
-        ssm_out_multiplier: What Mamba-2 puts out is multiplied by.
-        mamba_inner_norm: A norm of Mamba's query, key and step size: "plain", without weights, or
-            "weighted". None: none.
-        time_step_rank: Channels that Mamba's step size comes through. None: hidden_size / 16.
-        low_rank_dims: Channels that RWKV-7's decay, erase, value and gate come through. None: as
-            many as its authors take.
+        n_group: Number of equal groups of experts.
+        topk_group: Number of these groups from which a token may choose.
+        routed_scaling_factor: Factor of the chosen scores.
+        embedding_multiplier: Factor of the embedding.
+        residual_multiplier: Factor of what each half of a block adds to the stream.
+        attention_multiplier: Factor of attention's scores. None: head size^-1/2.
+        attention_out_multiplier: Factor of attention's output.
+        ssm_multipliers: Factors of Mamba-2's projections: output gate, value, key, query and decay
+            (z, x, B, C and dt in its paper).
+        ssm_out_multiplier: Factor of Mamba-2's output.
+        mamba_inner_norm: Norm of Mamba's query, key and step size: "plain", without weights, or
+            "weighted". None: no norm.
+        time_step_rank: Inner channels of the projection to Mamba's step size. None:
+            hidden_size / 16.
+        low_rank_dims: Inner channels of RWKV-7's projections to decay, erase, value and gate. None:
+            its authors' numbers.
         mamba_rms_norm: Whether Mamba-2 norms its gated output.
-        mlp_multipliers: What an MLP multiplies its gate, before the activation, and its output by.
-        lm_head_multiplier: What the logits are multiplied by.
-        final_logit_softcapping: A bound c of the logits: c tanh(logits / c). None: none.
+        mlp_multipliers: Factors of an MLP's gate, before the activation, and of its output.
+        lm_head_multiplier: Factor of the logits.
+        final_logit_softcapping: A bound c of the logits: c tanh(logits / c). None: no bound.
         norm_eps: Added to the mean square in every RMSNorm.
-        output_norm_eps: Added in its place in the norms of recurrent layers. None: norm_eps.
+        output_norm_eps: The same in the output norms of recurrent layers. None: norm_eps.
         output_norm_bias: Whether that norm of mLSTM layers has a bias.
-        norm_type: "rms", or "layer", which takes the mean out and has biases: norms of the stream.
-        embedding_norm: Whether the embedding goes through such a norm before the first block.
-        zero_centered_norm: Keep the weights of the stream's norms, and of attention's q and k, less
-            one.
+        norm_type: Norms of the stream: "rms", or "layer", which subtracts the mean and has biases.
+        embedding_norm: Whether such a norm follows the embedding.
+        zero_centered_norm: Whether the norms of the stream and of attention's q and k store their
+            weights minus one.
         post_norm: A mixer whose blocks compute x + norm(f(x)) in place of x + f(norm(x)), in both
             halves. None: no block does.
-        deepnorm_alpha: What the normed stream is multiplied by before a branch is added to it:
-            blocks compute alpha n + f(n) of n = norm(x), in both halves (DeepNorm, with each norm
-            at the start of the half that reads it). None: x + f(norm(x)).
+        deepnorm_alpha: Blocks compute alpha n + f(n) of n = norm(x), in both halves (DeepNorm, with
+            each norm at the start of the half that reads it). None: x + f(norm(x)).
         tie_embeddings: Use the embedding as the output head.
 
     Raises:
