@@ -28,7 +28,7 @@ Hidden = Float[Tensor, "B T D"]
 
 
 class RecurrentOutput(NamedTuple):
-    """What every operator returns: outputs, and the state after the last token of each sequence."""
+    """The result of every operator: outputs, and the state after each sequence's last token."""
 
     o: Outputs
     final_state: State | None
@@ -40,7 +40,7 @@ class RecurrentOutput(NamedTuple):
 
 
 class TransitionOutput(RecurrentOutput):
-    """The two of `RecurrentOutput`, and beside them `transition`.
+    """A `RecurrentOutput` that also has the `transition` of its tokens.
 
     A state S before the tokens becomes S M plus what they write. M is [N, HV, K, K], or [N, HV, K]
     of a diagonal where nothing is erased.
@@ -60,21 +60,21 @@ class TransitionOutput(RecurrentOutput):
 
 
 class MesaState(NamedTuple):
-    """What `mesa` remembers: decayed sums of beta k k^T and of beta v k^T."""
+    """The state of `mesa`: decayed sums of beta k k^T and of beta v k^T."""
 
     covariance: Float[Tensor, "N HV K K"]
     values: State
 
 
 class MesaOutput(NamedTuple):
-    """What `mesa` returns."""
+    """The result of `mesa`."""
 
     o: Outputs
     final_state: MesaState | None
 
 
 class TTTState(NamedTuple):
-    """What `ttt` remembers; each tuple has one tensor [N, HV, outputs, inputs + 1] a map.
+    """The state of `ttt`; each tuple has one tensor [N, HV, outputs, inputs + 1] a map.
 
     The last column of a map is its bias. `gradients` sums beta * gradient over the tokens of the
     mini-batch that is not full yet, and `position` [N] counts those tokens.
@@ -91,14 +91,14 @@ class TTTState(NamedTuple):
 
 
 class TTTOutput(NamedTuple):
-    """What `ttt` returns."""
+    """The result of `ttt`."""
 
     o: Outputs
     final_state: TTTState | None
 
 
 class TitansState(NamedTuple):
-    """What `titans` remembers; each tuple has one tensor [N, HV, outputs, inputs] a map.
+    """The state of `titans`; each tuple has one tensor [N, HV, outputs, inputs] a map.
 
     `anchor` is what `weights` were before the mini-batch that is not full yet, where its gradients
     are taken, and `position` [N] counts its tokens.
@@ -117,7 +117,7 @@ class TitansState(NamedTuple):
 
 
 class TitansOutput(NamedTuple):
-    """What `titans` returns."""
+    """The result of `titans`."""
 
     o: Outputs
     final_state: TitansState | None

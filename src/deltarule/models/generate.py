@@ -56,22 +56,22 @@ def generate(
         \quad \text{within the kept set}
 
     Each prompt draws from its own random numbers, so its result does not depend on its
-    neighbours. A prompt that is done costs no more steps, but in a CUDA graph, where it runs along
-    until all are done.
+    neighbours. A finished prompt costs no more steps, except in a CUDA graph, where it stays in the
+    batch until all are finished.
 
     Args:
         model: The model, on any device.
         prompts: Tokens of each prompt, as lists or [T] tensors of any lengths. An empty prompt
             starts from BEGIN, in a model of byte tokens (vocab_size 257).
-        max_new_tokens: Most tokens to add to a prompt; 0 adds none.
-        temperature: 0 always takes the likeliest token.
-        top_k: Keep the k likeliest tokens. None keeps all.
-        top_p: Then keep the fewest of the likeliest tokens whose probabilities sum to top_p, in
+        max_new_tokens: The most tokens to add to a prompt; 0 adds none.
+        temperature: 0 always takes the most likely token.
+        top_k: Keep only the k most likely tokens. None keeps all.
+        top_p: Of those, keep only the most likely tokens whose probabilities together first reach
+            top_p, in (0, 1]. None keeps all.
+        min_p: Of those, keep only tokens at least min_p times as likely as the most likely one, in
             (0, 1]. None keeps all.
-        min_p: Of those keep what is at least min_p times as likely as the likeliest, in (0, 1].
-            None keeps all.
-        repetition_penalty: First divide the logits above 0 of tokens that the row holds already,
-            its prompt included, by this number, and multiply those below. 1 changes none.
+        repetition_penalty: Before all that, the logits of tokens that the row already holds, its
+            prompt included, are divided by this number if above 0 and multiplied by it if below.
         stop: Tokens, or sequences of tokens, that end a row once they appear in what it added
             (in the prompt they do not count). They are part of the result.
         seed: Prompt i draws from seed + i. None takes a fresh seed. The global random state is

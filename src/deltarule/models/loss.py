@@ -21,14 +21,14 @@ _ROWS = 1024
 def next_token_loss(
     logits: Float[Tensor, "*rows vocab"], targets: Int[Tensor, "*rows"], ignore_index: int = -100
 ) -> Float[Tensor, ""]:
-    r"""Mean cross-entropy, in nats a token, of the tokens that came.
+    r"""Mean cross-entropy, in nats per token, of the target tokens.
 
     .. math::
         \mathrm{loss} = \mathrm{mean}_t \left( \log \sum_j e^{\mathrm{logits}_{t,j}}
             - \mathrm{logits}_{t, \mathrm{target}_t} \right)
 
-    The sums are taken in float32 whatever the dtype of the logits. For the backward pass only the
-    logits, which exist anyway, and one number a token are kept.
+    The sums are taken in float32 whatever the dtype of the logits. The backward
+    pass keeps only the logits, which exist anyway, and one number per token.
 
     Args:
         logits: [..., vocab_size], what the model returned.
@@ -58,15 +58,15 @@ def linear_next_token_loss(
     targets: Int[Tensor, "*rows"],
     ignore_index: int = -100,
 ) -> Float[Tensor, ""]:
-    r"""Mean cross-entropy, in nats a token, of a model's head, which never holds all its logits.
+    r"""Mean cross-entropy, in nats per token, of a model's head, without holding all its logits.
 
     .. math::
         \mathrm{logits} = x W^\top \qquad \mathrm{loss} = \mathrm{mean}_t \left(
             \log \sum_j e^{\mathrm{logits}_{t,j}} - \mathrm{logits}_{t, \mathrm{target}_t} \right)
 
-    A few rows are multiplied at a time, and their gradients taken on the spot: at most 2^27 logits
-    exist, and for the backward pass only the gradients of x and weight are kept. Under autocast
-    the products are taken in its dtype.
+    The logits and gradients of a few rows are computed at a time: at most 2^27 logits exist, and
+    the backward pass keeps only the gradients of x and weight. Under autocast the products are in
+    its dtype.
 
     Args:
         x: [..., hidden_size], what `CausalLM.hidden` returned.

@@ -15,9 +15,9 @@ class Pattern:
 
     Args:
         name: Key in `PATTERNS`.
-        title: What its authors call it.
-        rule: How the layers follow each other, in words.
-        layers: From the number of layers to the mixer of each.
+        title: Its authors' name for it.
+        rule: The order of the layers, in words.
+        layers: Gives the mixer of each layer for a number of layers.
         source: Paper and section.
     """
 

@@ -53,7 +53,7 @@ class Attention(Mixer):
         qk_norm: A norm of q and k before they turn: "head", of each head's channels; "all", of
             all heads together. None: no norm.
         output_gate: Whether to multiply the output by sigmoid of a projection of x.
-        scale: What scores are multiplied by. None: head_dim^-1/2.
+        scale: Factor of the scores. None: head_dim^-1/2.
         norm_eps: Added to the mean square in those norms.
         zero_centered_norm: Keep the weights of those norms less one.
 

@@ -22,9 +22,9 @@ def arguments(projections: Projections, decays: bool = False) -> Arguments:
 class DeltaNet(DeltaMixer):
     """DeltaNet: S = S (I - beta k k^T) + beta v k^T with unit keys and queries.
 
-    SiLU on q, k and v (also without a convolution), unit q and k. The paper's ablation is a choice
-    of two words: feature_map replaces the SiLU of q and k, qk_norm their norm. With qk_norm="none"
-    long keys make beta |k|^2 exceed 2, and the state grow.
+    SiLU on q, k and v (also without a convolution), unit q and k. Two options are the
+    paper's ablations: feature_map replaces the SiLU of q and k, qk_norm their norm. With
+    qk_norm="none" long keys make beta |k|^2 exceed 2, and the state grows.
 
     Examples:
         >>> layer = DeltaNet(32, num_heads=2, beta_max=2.0)

@@ -27,24 +27,25 @@ TINY = 1e-20
 
 
 class Experts(nn.Module):
-    """Feed-forward networks of which each token goes through a few.
+    """Feed-forward networks, a few of which run for each token.
 
-    Nothing balances the experts while they are trained; `e_score_correction_bias`, which only
-    chooses and has no gradient, is what a training loop of that kind adjusts.
+    Nothing balances the experts in training. A training loop that does adjusts
+    `e_score_correction_bias`, which affects only the choice and has no gradient.
 
     Args:
         hidden_size: Channels of the stream.
         mlp_size: Channels inside an expert.
         num_experts: How many there are.
-        num_experts_per_tok: How many a token goes through, at most all.
-        scoring_func: What the router's logits go through: "softmax" over all experts, or "sigmoid",
-            with a bias that takes part in the choice alone.
+        num_experts_per_tok: How many each token uses, at most all.
+        scoring_func: Scores from the router's logits: "softmax" over all experts, or "sigmoid",
+            with a bias that affects only the choice.
         norm_topk_prob: Whether the chosen scores are divided by their sum.
-        n_group: Into how many equal groups the experts are cut.
-        topk_group: Of how many of these groups a token may choose: those whose best two are best.
-        routed_scaling_factor: What the chosen scores are multiplied by in the end.
-        shared_size: Channels inside a network that every token goes through, too; 0: none.
-        shared_gate: Whether that one is multiplied by sigmoid of a projection of x.
+        n_group: Number of equal groups of experts.
+        topk_group: Number of groups from which a token may choose: those with the largest sums of
+            their two best scores.
+        routed_scaling_factor: Factor of the chosen scores.
+        shared_size: Channels inside a network that every token uses; 0: none.
+        shared_gate: Whether sigmoid of a projection of x multiplies that network's output.
         activation: "silu" with a gate, or "relu2" without, in every one of them.
 
     Examples:

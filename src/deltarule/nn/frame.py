@@ -80,7 +80,7 @@ class Frame(nn.Module, ABC):
             cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1). None: a row is a
                 sequence.
             mask: [B, T] bool, True at real tokens, in any pattern. The others change no real
-                output and no state; what is put out at them means nothing. None: all are real.
+                output and no state; their own outputs mean nothing. None: all are real.
             shared: A dict that lives for one forward pass of a model, for what its layers share.
             context: The processes that hold the other tokens of the rows; x then has those of this
                 process, and `cu_seqlens` and `mask` are None. None: all tokens are here.

@@ -23,7 +23,7 @@ def arguments(projections: Projections) -> Arguments:
 class GatedLinearAttention(DeltaMixer):
     """Gated Linear Attention: S = S Diag(a) + v k^T, a = sigmoid(W2 W1 x + b)^(1/16).
 
-    The decay comes through 16 channels.
+    The decay is projected through 16 channels.
     """
 
     rule = Rule(

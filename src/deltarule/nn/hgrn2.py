@@ -24,7 +24,7 @@ class HGRN2(LowerBounds, DeltaMixer):
     """HGRN-2: S = S Diag(a) + v (1 - a)^T, a = lb + (1 - lb) sigmoid(f): `k_proj` computes f.
 
     The least decay lb of each channel grows with depth. The first HGRN-2 layer of a model learns it
-    for all of them and hands it on in `shared`; a layer without `shared`, and the first one, have
+    for all of them and passes it on in `shared`; a layer without `shared`, and the first one, have
     lb = 0. SiLU on q, and a norm over all heads together. The paper's heads have 128 channels.
 
     Source: arXiv 2404.07904, section 3; lower bounds, arXiv 2311.04823, section 3.2.

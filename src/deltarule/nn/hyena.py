@@ -127,7 +127,7 @@ class MultiHeadHyena(Mixer):
 class Hyena(MultiHeadHyena):
     """Hyena of order 2: o = q * (h conv (k * v) + d * k * v), with one filter for each channel.
 
-    The heads are groups of channels, and change nothing.
+    Heads are groups of channels and do not change the result.
     """
 
     rule = replace(

@@ -22,8 +22,8 @@ from deltarule.nn.rule import Rule
 class KDA(DeltaNet):
     """Kimi Delta Attention: S = S Diag(a) (I - beta k k^T) + beta v k^T with unit keys.
 
-    Decay and output gate each come through head_v_dim channels; exp(A_log) starts from U(1, 16),
-    from 1 with gate_lower_bound, and softplus(dt_bias) log-uniform in [1e-3, 1e-1].
+    Decay and output gate are each projected through head_v_dim channels; exp(A_log) starts from
+    U(1, 16), from 1 with gate_lower_bound, and softplus(dt_bias) log-uniform in [1e-3, 1e-1].
 
     Source: arXiv 2510.26692, section 4.
     """

@@ -34,7 +34,7 @@ class LatentAttention(Attention):
         qk_rope_head_dim: Channels of r, the part of the key that all heads share; 0: none.
         v_head_dim: Channels of a value.
         rope_theta: Base of the rotary wavelengths of r. None: no positions.
-        scale: What scores are multiplied by. None: (qk_nope_head_dim + qk_rope_head_dim)^-1/2.
+        scale: Factor of the scores. None: (qk_nope_head_dim + qk_rope_head_dim)^-1/2.
 
     Raises:
         ValueError: A size is out of range.

@@ -32,7 +32,7 @@ class Lightning(DeltaMixer):
     """Lightning Attention: S = g_h S + v k^T, the deeper the layer the slower the decay.
 
     log g_h = -2^(-8 (h + 1) / HV) (1 - layer_index / (num_layers - 1) + 1e-5), so give both; a
-    layer on its own is the first of one. Where HV is no power of two the slopes are those of the
+    layer alone is the first of one. Where HV is no power of two the slopes are those of the
     power below, then every other one of the power above. SiLU on q, k and v, a norm of each head
     (of all in MiniMax-01: output_norm="all").
 

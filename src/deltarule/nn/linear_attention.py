@@ -41,7 +41,7 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
 class LinearAttention(DeltaMixer):
     """Linear attention: S += v phi(k)^T, o = S phi(q), then a norm of each head.
 
-    The papers' ablations are a choice of two words: feature_map (identity, elu, relu, silu, dpfp,
+    Two options are the papers' ablations: feature_map (identity, elu, relu, silu, dpfp,
     taylor, hedgehog, random_fourier, performer, cosformer, rebased, dijiang) and qk_norm (none, l1,
     l2). With normalizer=True the read-out is divided by z^T phi(q), z the sum of phi(k), in place
     of the norm. cosFormer counts tokens (`length` [N] in the state).

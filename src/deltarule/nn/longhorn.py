@@ -62,8 +62,8 @@ class LonghornReleased(ScanMixer):
     """Longhorn: S = S * (1 - e (k * k)^T) + (e * v) k^T, o = S q + D * v, gated.
 
     e = b / (1 + b |k|^2) with one b for each value channel. The exact update of `Longhorn` is a
-    product with I - e k k^T; here each entry of the state erases only what it holds itself. As
-    `Mamba1`, without A_log, and with a dt_bias that starts at zeros.
+    product with I - e k k^T; here each entry of the state erases only what it holds itself.
+    Otherwise it is `Mamba1` without A_log, with a dt_bias that starts at zeros.
     """
 
     rule = System(

@@ -23,7 +23,7 @@ from deltarule.nn.short_conv import ShortConv
 
 
 class Mixer(Frame):
-    """What mixes the tokens of a block: `mixer(x, state) -> (y, state)`, a drop-in module.
+    """The layer that mixes tokens in a block: `mixer(x, state) -> (y, state)`, a drop-in module.
 
     Every layer has this one constructor; an option that means nothing for a layer must be None.
 
@@ -39,23 +39,23 @@ class Mixer(Frame):
         beta_max: Largest write strength, in (0, 2]; 2.0 allows negative eigenvalues. None: the
             layer's default.
         n_steps: Writes for each token. None: the layer's default.
-        feature_map: What q and k go through, by its name in `deltarule.nn.feature_maps`. None: the
+        feature_map: Function of q and k, by its name in `deltarule.nn.feature_maps`. None: the
             layer's default.
-        qk_norm: What q and k are divided by: "none", "l1", "l2". None: the rule's own choice.
-        output_norm: What the norm of the output goes over: "head", each head; "all", all heads
-            together; "none", no norm. None: each head.
+        qk_norm: Norm that divides q and k: "none", "l1", "l2". None: the rule's own choice.
+        output_norm: Norm of the output: "head", each head by itself; "all", all heads together;
+            "none", no norm. None: each head.
         normalizer: Whether to divide the read-out by z^T q, in place of the norm of the output.
             None: the layer's default.
-        longest_horizon: Tokens that the slowest head starts by remembering: the horizons
+        longest_horizon: Initial memory, in tokens, of the slowest head: the horizons
             1 / (exp(A_log) dt) of a layer's heads start spread from 8 tokens to this. None: the
             paper's draw.
-        gate_lower_bound: Least log_decay L of a token, a number < 0:
+        gate_lower_bound: Smallest log_decay L of a token, a number < 0:
             log_decay = L sigmoid(exp(A_log) (decay_logits + dt_bias)). None: no bound.
         num_slots: Slots M of each head. None: the layer's default.
-        filter_size: Tokens L that a filter reaches, that of the token itself included. None: 2048.
-        mini_batch: Tokens whose inner gradients are taken at one memory. None: 16.
-        spectrum: Where the complex eigenvalues of S4D start: "legs", those of HiPPO-LegS; "inv" or
-            "lin", the paper's two that are like it. None: "legs".
+        filter_size: Length L of a filter in tokens, the token itself included. None: 2048.
+        mini_batch: Tokens whose inner gradients are taken at the same memory. None: 16.
+        spectrum: Initial complex eigenvalues of S4D: "legs", those of HiPPO-LegS; "inv" or "lin",
+            the paper's approximations of them. None: "legs".
         window: Tokens W that attention sees, or of a segment. None: 128.
         num_persistent: Learned tokens before every document. None: 4.
         rope_theta: Base of the rotary wavelengths. None: 10000.
@@ -65,7 +65,7 @@ class Mixer(Frame):
 
     Attributes:
         save_states: Whether the states of chunks are kept for the backward pass. False computes
-            them again there, for less memory in between; the gradients are the same.
+            them again there and needs less memory; the gradients are the same.
 
     Raises:
         ValueError: A size is out of range, or an option means nothing for this layer.

@@ -27,7 +27,7 @@ class SwiGLU(nn.Module):
     Args:
         hidden_size: Channels of the stream.
         mlp_size: Channels inside.
-        gate_multiplier: What the gate is multiplied by before its SiLU.
+        gate_multiplier: Factor of the gate before its SiLU.
 
     Examples:
         >>> SwiGLU(8, 16)(torch.zeros(1, 3, 8)).shape

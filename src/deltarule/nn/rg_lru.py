@@ -31,7 +31,7 @@ class RGLRU(VectorMixer):
 
     h = a h + sqrt(1 - a^2) (i x), where x is the convolved `v_proj` of the input. Both gates read
     the channels of their own head. The first token of a document is written with amplitude 1, as in
-    the authors' release; so the state counts tokens (`length` [N]). Nothing follows the
+    the authors' release; so the state counts tokens (`length` [N]). No activation follows the
     convolution; a starts from 0.9 to 0.999 where its gate is one.
 
     Source: arXiv 2402.19427, section 2.4.

@@ -17,15 +17,15 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
 
     A module states the roles of parameters, or of all parameters of a submodule, in a class
     attribute `roles`, which adds to that of its base classes; the float32_parameters of a
-    `deltarule.nn.Mixer` are gates. What has no role by name is a matrix if it has two axes or more,
-    and else a vector. A tensor under two names (a tied head) has one role.
+    `deltarule.nn.Mixer` are gates. A parameter without a role is a matrix if it has two axes or
+    more, and otherwise a vector. A tensor under two names (a tied head) has one role.
 
     Args:
         model: Any module; roles are those of its own submodules, wrapped ones included.
 
     Returns:
-        By parameter name: "matrix"; "embedding"; "gate", what a decay, a write strength or a share
-        is made of; "scale", of a norm or a kernel; "start", a learned first state; "vector".
+        By parameter name: "matrix"; "embedding"; "gate", of a decay, a write strength or a share;
+        "scale", of a norm or a kernel; "start", a learned first state; "vector".
 
     Examples:
         >>> parameter_roles(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2)))

@@ -23,25 +23,25 @@ OutputNorm = Literal["head", "all", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class Projections:
-    """What a layer computes from its input; a rule reads what it needs and None is what it lacks.
+    """What a layer computes from its input; a rule reads what it needs, and the rest is None.
 
     Args:
         q: Queries [B, T, H, K].
         k: Keys `[B, T*n, H, K]`; step j of token t is row `t*n + j`.
         v: Values `[B, T*n, HV, V]`.
-        decay_logits: What the decay is made of, [B, T, HV] or [B, T, HV, K].
-        beta_logits: What the write strength is made of, `[B, T*n, HV]`.
-        erase_logits: What a free erase is made of, [B, T, HV, K].
-        write_logits: What the write strength of each value channel is made of, [B, T, HV, V].
-        phase: Angles that each key channel turns by, [B, T, HV, K] (GateLoop).
-        running: What runs along each sequence from before the call, for rules that have more than a
-            matrix: how far keys have turned, [B, T, HV, K] (GateLoop); the maxima before and after
-            each token, [B, T, HV] (mLSTM). None: the rule works it out, each sequence afresh.
-        output_gate: What the layer's output gate is made of, [B, T, HV, V].
+        decay_logits: Logits of the decay, [B, T, HV] or [B, T, HV, K].
+        beta_logits: Logits of the write strength, `[B, T*n, HV]`.
+        erase_logits: Logits of a free erase, [B, T, HV, K].
+        write_logits: Logits of the write strength of each value channel, [B, T, HV, V].
+        phase: Angles by which each key channel turns, [B, T, HV, K] (GateLoop).
+        running: Memory beside the matrix, at each token and continued from the call before: the
+            sum of angles, [B, T, HV, K] (GateLoop); the maxima before and after each token,
+            [B, T, HV] (mLSTM). None: the rule computes it, each sequence afresh.
+        output_gate: Logits of the layer's output gate, [B, T, HV, V].
         A_log: Natural log of a rate of decay, [HV], float32.
         dt_bias: Bias of decay_logits, [HV] or [HV, K], float32.
-        lower_bound: The least decay that decay_logits can give, in [0, 1), [HV, K] (HGRN-2).
-        gate_lower_bound: The least log_decay that they can give, < 0 (KDA). None: no bound.
+        lower_bound: The smallest decay that decay_logits can give, in [0, 1), [HV, K] (HGRN-2).
+        gate_lower_bound: The smallest log_decay that they can give, < 0 (KDA). None: no bound.
         D: Weight of the value that skips the state, [HV] (Mamba-2), or of the erased key that the
             query leaves out, [H] (Comba); float32.
         erase_scale: Factor of the key that erases, [H, K] (k_k of RWKV-7), or its logit, [H]
@@ -50,13 +50,13 @@ class Projections:
         bonus: Weight of the current token's own value, [H, K] (r_k of RWKV-7, u of RWKV-6).
         beta_max: Largest write strength; 2.0 gives transitions with eigenvalues in [-1, 1].
         n_steps: Writes for each token.
-        slots: Queries, keys or values of a head that lie side by side (multi-head DeltaNets).
+        slots: Queries, keys or values of each head, side by side (multi-head DeltaNets).
         depth: Where the layer is in its model: 0 the first, 1 the last of several.
-        qk_norm: What q and k are divided by: "none", "l1", "l2". None: the rule's own choice.
-        normalizer: Whether the read-out is divided by that of the keys' own sum, z^T q.
+        qk_norm: Norm that divides q and k: "none", "l1", "l2". None: the rule's own choice.
+        normalizer: Whether the read-out is divided by z^T q, z the sum of the keys.
         layout: Where sequences begin and end, for rules that look back a token. None: a row is a
             sequence, and all its tokens are real.
-        decoding: Whether `recurrent_step` follows, which makes gates of their logits itself.
+        decoding: Whether `recurrent_step` follows, which computes gates from their logits itself.
     """
 
     q: Tensor
@@ -106,7 +106,7 @@ class Projections:
 
 
 def as_it_is(x: Tensor, projections: Projections) -> Tensor:
-    """What is read is put out; and the state of rules that read after they write is the last."""
+    """The result unchanged: most rules need no map of the output or of the last state."""
     return x
 
 
@@ -153,10 +153,10 @@ class Rule(System):
 
     Args:
         arguments: Projections to the operator's keyword arguments.
-        read_out_function: What is read to what is put out, [B, T, HV, V] in its dtype.
-        final_state: The operator's last state to the one after all tokens, [N, HV, V, K], of a rule
-            that writes after it reads.
-        normalizer: Whether the operator reads one value channel more, which divides the others.
+        read_out_function: The operator's o to the layer's, [B, T, HV, V] in its dtype.
+        final_state: The operator's last state to the one after all tokens, [N, HV, V, K], for a
+            rule that writes after it reads.
+        normalizer: Whether the operator has one more value channel, which divides the others.
     """
 
     operator: Operator = "delta_rule"

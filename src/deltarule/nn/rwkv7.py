@@ -56,7 +56,7 @@ class RWKV7(ShiftedMixer):
     Every projection reads x mixed with the token before (token shift: `shift` [N, 1, hidden_size]
     in the state). With `shared`, layers after the first mix their values with the first layer's;
     without, or as the first, a layer uses its own. Group norm with eps 64e-5 whatever norm_eps; the
-    output gate has its sigmoid between two maps, and nothing after them. The paper's heads have 64
+    output gate has its sigmoid between its two maps. The paper's heads have 64
     channels.
 
     Source: arXiv 2503.14456, section 4 and appendix on initialisation.

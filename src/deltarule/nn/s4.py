@@ -63,7 +63,7 @@ class Exponentials(NamedTuple):
 class S4(ScanMixer):
     """S4: S = S * exp(-(dt 1^T) * exp(A_log)) + B * (v 1^T), o = (S * C) 1 + D * v.
 
-    Nothing but v depends on the input. The layer around it is Mamba's block, as in the ablations of
+    Only v depends on the input. The layer around it is Mamba's block, as in the ablations of
     arXiv 2312.00752; `S4D` has the complex diagonal of S4's own release.
 
     exp(A_log) starts from 1 to 16, dt log-uniform in [1e-3, 1e-1], B at dt, C normal, D at ones.

@@ -34,11 +34,11 @@ OPTIONS = ("conv_size", "conv_bias", "mini_batch", "norm_eps")
 class TitansMAG(Mixer):
     """Titans, memory as gate: o = norm(y) * sigmoid(norm(m)), y of attention, m of the memory.
 
-    Attention sees the last `window` tokens and the `num_persistent` learned ones, with rotary
-    positions, the first of which the learned ones have; the memory is a `TitansMLP` layer, and
-    reads the learned tokens before a document. The state holds that of the memory, and the `keys`
-    and `values` of the last window - 1 tokens, `length` tokens having been seen. Defaults of the
-    memory are those of `TitansMLP`; a window of 128, 4 learned tokens.
+    Attention sees the last `window` tokens and the `num_persistent` learned ones, which have the
+    first rotary positions; the memory is a `TitansMLP` layer, and reads the learned tokens before a
+    document. The state holds the memory's state, the `keys` and `values` of the last window - 1
+    tokens, and `length`, the number of tokens seen. Defaults of the memory are those of
+    `TitansMLP`; a window of 128, 4 learned tokens.
 
     Examples:
         >>> y, state = TitansMAG(32, num_heads=2, window=8)(torch.zeros(1, 5, 32))
@@ -192,7 +192,7 @@ class TitansMAL(TitansMAG):
     """Titans, memory as layer: o = Attention(M(p | x)), the memory before attention.
 
     The learned tokens come before every document, for both; attention sees the last `window`
-    tokens of what the memory puts out, the learned ones among them.
+    tokens of the memory's output, including the learned ones.
     """
 
     rule = replace(
@@ -210,7 +210,7 @@ class TitansMAL(TitansMAG):
 
 
 class TitansMAC(TitansMAG):
-    """Titans, memory as context: what the memory holds is read by each segment, before it writes.
+    """Titans, memory as context: each segment reads the memory before it writes.
 
     In segments of `window` tokens, y = Attention(p | h | x) with h = M'(x) of the memory before the
     segment, and o = norm(y) * sigmoid(norm(M(y))). A token sees the h and x of its segment up to

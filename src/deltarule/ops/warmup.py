@@ -66,8 +66,8 @@ def warmup(
         backward: Whether a backward follows.
         batch: Rows B of a call; with `packed` the sequences.
         tokens: Tokens T of a row. Calls that fill whole chunks, calls with few heads and many
-            tokens, and calls of few heads and rows run kernels of their own: give what your calls
-            have.
+            tokens, and calls of few heads and rows run kernels of their own: give the numbers of
+            your calls.
 
     Returns:
         The kernels with their seconds, and the seconds in all.

@@ -14,7 +14,7 @@ MOST_GATHERED = 64
 
 
 class Context(NamedTuple):
-    """What one process holds of a row of T tokens; build it with `make_context`.
+    """The part of a row of T tokens that one process holds; build it with `make_context`.
 
     Args:
         group: The processes that share the row, in the order of its tokens.
@@ -23,8 +23,8 @@ class Context(NamedTuple):
         offsets: Where each document of the row begins, and T. None: each row is one sequence.
         exchange: "gather" sends every state to everybody at once, "scan" reaches twice as far in
             every round of messages; "auto" gathers among up to 64 processes.
-        meanwhile: Called by every operator while its states travel: what a caller computes there,
-            and its gradients, take the time in which nothing else can be done.
+        meanwhile: A function that every operator calls while its states are sent. The work that
+            it does, and its gradients, fill time in which the operator has to wait.
     """
 
     group: dist.ProcessGroup

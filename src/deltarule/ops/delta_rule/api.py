@@ -55,10 +55,10 @@ def delta_rule(
             tokens; see `deltarule.pack`. None means that each batch row is a sequence.
         return_state: False gives None in place of the final state.
         save_states: Keep the states of the chunks for the backward; False computes them again
-            there, for less memory in between.
+            there and needs less memory.
         batch_invariant: Fix the plan of execution independently of B and N.
-        context: The processes that hold the other tokens of the rows, of `make_context`; all
-            tensors then have the tokens of this process, `cu_seqlens` is None, and
+        context: What `make_context` returned, if other processes hold the other tokens of the
+            rows: all tensors then have the tokens of this process, `cu_seqlens` is None, and
             `initial_state` is that of sequences which begin here. None: all tokens are here.
         return_transition: Return the transition of each sequence too, [N, HV, K, K], or
             [N, HV, K] without an erase: a state S before becomes S M plus what is written.

@@ -28,7 +28,7 @@ def attention_matrix(
             \qquad j \le i
 
     Row i says how much of the value written at j the query at i reads. It takes O(T^2) memory:
-    meant for looking at, not for computing with.
+    meant for inspection, not for computing outputs.
 
     Args:
         q: Queries [B, T, H, K].

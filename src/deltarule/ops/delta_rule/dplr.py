@@ -38,8 +38,8 @@ def dplr(
         q: Queries [B, T, H, K] in float64, float32, bfloat16 or float16.
         k: Keys [B, T, H, K] in q's dtype.
         v: Values [B, T, HV, V] in q's dtype; HV is a multiple of H.
-        a: Erase query [B, T, HV, K]: what the state is read with before it is erased.
-        b: Erase key [B, T, HV, K]: where that reading is added.
+        a: Erase query [B, T, HV, K]: the vector with which the old state is read.
+        b: Erase key [B, T, HV, K]: the vector along which that reading is added.
         log_decay: Natural log of the decay, <= 0, float32: [HV], [B, T, HV] or [B, T, HV, K];
             -inf is a reset of the diagonal part. None means no decay.
         scale: Factor of the read-out. None means K ** -0.5.
@@ -48,10 +48,10 @@ def dplr(
             batch row is a sequence.
         return_state: False gives None in place of the final state.
         save_states: Keep the states of the chunks for the backward; False computes them again
-            there, for less memory in between.
+            there and needs less memory.
         batch_invariant: Fix the plan of execution independently of B and N.
-        context: The processes that hold the other tokens of the rows, of `make_context`; all
-            tensors then have the tokens of this process, `cu_seqlens` is None, and
+        context: What `make_context` returned, if other processes hold the other tokens of the
+            rows: all tensors then have the tokens of this process, `cu_seqlens` is None, and
             `initial_state` is that of sequences which begin here. None: all tokens are here.
         return_transition: Return the transition of each sequence too, [N, HV, K, K], or
             [N, HV, K] without an erase: a state S before becomes S M plus what is written.

@@ -33,8 +33,8 @@ def explain(
 ) -> list[Explanation]:
     """Say for each implementation whether impl="auto" would choose it for these arguments.
 
-    This is for `delta_rule` and `dplr`. The operators that stand by themselves, `selective_scan`,
-    `mesa`, `ttt` and `titans`, say the same when asked: impl="triton" raises with the reason.
+    This is for `delta_rule` and `dplr`. Of `selective_scan`, `mesa`, `ttt` and `titans` a call with
+    impl="triton" raises with the reason.
 
     Args:
         q: Queries [B, T, H, K]; `torch.empty(..., device="meta")` will do, only shapes are read.

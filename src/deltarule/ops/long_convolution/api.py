@@ -45,8 +45,8 @@ def long_convolution(
         k: Keys [B, T, H, K] in v's dtype.
         initial_state: The last L - 1 tokens before these, newest last: [N, L - 1, H, K + V], keys
             beside values, float32 (float64 with float64 v). None means zeros.
-        lengths: [B] int64, tokens at the front of each row that count; what is put out at the
-            others means nothing. None means all.
+        lengths: [B] int64, the number of real tokens at the front of each row; outputs at the
+            others mean nothing. None means all.
         cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1), from 0 to T; see
             `deltarule.pack`. None means that each batch row is a sequence.
         return_state: False gives None in place of the final state.

@@ -60,8 +60,8 @@ def ttt(
         norm_eps: Added to its variance.
         initial_state: The memory before the first token, `TTTState.start(weights, N)` or what an
             earlier call returned: maps [N, HV, outputs, inputs + 1], the last column the bias.
-        lengths: [B] int64, tokens at the front of each row that count; what is put out at the
-            others means nothing. None means all.
+        lengths: [B] int64, the number of real tokens at the front of each row; outputs at the
+            others mean nothing. None means all.
         cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1), from 0 to T; see
             `deltarule.pack`. None means that each batch row is a sequence.
         return_state: False gives None in place of the final state.

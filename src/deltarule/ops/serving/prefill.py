@@ -26,7 +26,7 @@ from deltarule.shapes import Beta, Decay, Erase, Keys, Offsets, Outputs, Queries
 
 
 class PrefillOutput(NamedTuple):
-    """What `pool_prefill` returns.
+    """The result of `pool_prefill`.
 
     o: Outputs [B, T, HV, V].
     border_states: [M, HV, V, K], the state before each border, or None.
@@ -93,15 +93,15 @@ def pool_prefill(
         scale: Factor of the read-out. None means K ** -0.5.
         normalize_qk: Divide q and k by their norm first; False with `a` and `b`.
         state: Pool [slots, HV, V, K], any strides; float32, bfloat16 or float16 (float64 with
-            float64 q). The slots written are overwritten, no other.
+            float64 q). Only slots in `write_indices` are overwritten.
         state_indices: Slot that each sequence starts from [N], int32 or int64; null for one that
             starts anew.
         write_indices: Slot that each final state goes to [N], none twice (checked on the CPU).
             None means state_indices.
         null_index: The last index that names no slot: -1, or 0 where slot 0 is kept free.
         cu_seqlens: Offsets [N + 1] of sequences packed into one row. None: a row is a sequence.
-        borders: [M] tokens, counted along all rows, before which the state is wanted: each at a
-            multiple of 64 tokens of its sequence. None wants none. n_steps then divides 64.
+        borders: [M] tokens, counted along all rows, before which to return the state: each at a
+            multiple of 64 tokens of its sequence. None returns none. n_steps then divides 64.
         out: Where the outputs go, contiguous [B, T, HV, V] in v's dtype. None: a new tensor.
         batch_invariant: Fix the plan of execution independently of B and N.
         impl: "auto", or a named implementation of `delta_rule`.

@@ -40,7 +40,7 @@ def pool_step(
     out: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Outputs:
-    r"""Carry the states of a pool over a few tokens of each row, drafted ones perhaps.
+    r"""Advance the states of a pool by a few tokens of each row, drafted ones or not.
 
     .. math::
         S \leftarrow S A_t + w_t k_t^\top \qquad o_t = \mathrm{scale} \cdot S q_t
@@ -63,8 +63,8 @@ def pool_step(
         n_steps: Writes for each token; 1 with `a` and `b`.
         scale: Factor of the read-out. None means K ** -0.5.
         normalize_qk: Divide q and k by their norm first; False with `a` and `b`.
-        state: Pool [slots, HV, V, K]; float32, bfloat16 or float16 (float64 with float64 q). The
-            slots written are overwritten, no other.
+        state: Pool [slots, HV, V, K]; float32, bfloat16 or float16 (float64 with float64 q). Only
+            slots in `state_indices` are overwritten.
         state_indices: Slot of each row [N], or of each of its tokens [N, S] with S at least the
             tokens of the longest row; int32 or int64, none twice (checked on the CPU). A row that
             starts from a null slot writes nothing and gives zeros; the state after a token with

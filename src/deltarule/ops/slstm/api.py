@@ -113,14 +113,14 @@ def slstm(
     own, and sees its own last output alone. No two tokens can be computed at once.
 
     Args:
-        gates: What the input gives to the gates i, f, z and o of every channel, biases included,
+        gates: The input's part of the gates i, f, z and o of every channel, biases included,
             [B, T, H, 4, D] in float64, float32, bfloat16 or float16.
-        recurrent: What the last output gives to them, R [H, 4, D, D]: gate x of channel d has
+        recurrent: Weights R [H, 4, D, D] of the last output's part: gate x of channel d has
             sum_e R[h, x, d, e] h_e.
-        initial_state: h, c, n and m [N, H, 4, D], float32 (float64 with float64 gates); n = 0 says
+        initial_state: h, c, n and m [N, H, 4, D], float32 (float64 with float64 gates); n = 0 means
             that no token came before. None means zeros.
-        lengths: [B] int64, tokens at the front of each row that count; what is put out at the
-            others means nothing. None means all.
+        lengths: [B] int64, the number of real tokens at the front of each row; outputs at the
+            others mean nothing. None means all.
         cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1), from 0 to T; see
             `deltarule.pack`. None means that each batch row is a sequence.
         return_state: False gives None in place of the final state.
