@@ -32,7 +32,7 @@ def test_the_figures_that_are_kept_are_of_every_mixer():
     assert all(row["last_loss"] < LEARNED * row["first_loss"] for row in rows)
     first, last = ([row[name] for row in rows] for name in ("first_loss", "last_loss"))
     page = " ".join((docs / "training.md").read_text().split())
-    assert f"{min(first):.1f} to {max(first):.1f} nats a byte" in page
+    assert f"{min(first):.1f} to {max(first):.1f} nats per byte" in page
     for end in (min, max):
         assert f"{end(last):.2f} (" in page
 
