@@ -132,7 +132,7 @@ def other_tables(reports: Sequence[Row]) -> list[str]:
             cases = list(dict.fromkeys(key[:-1] for key in rows))
             rows = dict(sorted(rows.items(), key=lambda item: cases.index(item[0][:-1])))
             if cells := [line_of(row) for row in rows.values() if "error" not in row]:
-                head = f"{title[0].upper()}{title[1:]}, {device}:"
+                head = f"## {title[0].upper()}{title[1:]}, {device}"
                 lines += ["", head, "", markdown_table(heads, cells)]
     return lines
 
@@ -145,8 +145,8 @@ def write_page(reports: Sequence[Row], page: Path, picture: Path) -> None:
     link = picture.resolve().relative_to(page.resolve().parent)
     lines = [f"![Milliseconds of the operators and of other packages]({link.as_posix()})"]
     for name, passes in found.items():
-        lines += ["", f"Milliseconds, {name}:", "", operator_table(passes)]
-    lines += [*other_tables(reports), "", "Runs:", ""]
+        lines += ["", f"## Operators, milliseconds, {name}", "", operator_table(passes)]
+    lines += [*other_tables(reports), "", "## Runs", ""]
     for report in by_date(reports):
         versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
         lines.append(f"- {report['date']}, {report['device']}; {versions}: `{report['command']}`")
