@@ -59,11 +59,11 @@ def named(bare: str, kind: type[Any], words: list[str]) -> list[str]:
         return words
     first, *more = [words[place] for place in places[required:]]
     if any(word.partition("=")[0] == f"--{bare}" for word in words):
-        raise ValueError(f"{first!r} stands for --{bare}, which is given too: leave one out")
+        raise ValueError(f"{first!r} is read as --{bare}, which is given too: leave one out")
     if more and typing.get_origin(kinds[bare]) is not tuple:
         raise ValueError(
             f"{more[0]!r} is one word too many after {first!r}, the {bare}: "
-            "what holds spaces needs quotes"
+            "put text with spaces in quotes"
         )
     kept = [word for place, word in enumerate(words) if place not in places[required:]]
     return [*kept, *([f"--{bare}", first, *more] if more else [f"--{bare}={first}"])]

@@ -33,12 +33,12 @@ def convert_folder(run: ConvertRun) -> None:
         raise ValueError(f"--shard-gb must be above 0, got {run.shard_gb}")
     if (whole := run_of(run.source)) != run.source:
         raise ValueError(
-            f"{run.source} is a checkpoint within a run, without a config.json of its own: convert "
-            f"takes {whole} once that is at its end"
+            f"{run.source} is a checkpoint within a run, without a config.json of its own: finish "
+            f"the run, and convert {whole}"
         )
     if (run.source / RUN).exists() and not is_at_its_end(run.source):
         how = line_that_resumes(run.source)
-        raise ValueError(f"{run.source}: this run is not at its end; finish it with: {how}")
+        raise ValueError(f"{run.source}: this run is not finished; finish it with: {how}")
     with make_progress(PERCENT, what="percent") as bar:
 
         def show(done: int, total: int) -> None:

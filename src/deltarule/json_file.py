@@ -33,7 +33,7 @@ def parse_object(text: str) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """The text of a file in UTF-8 that is not too long."""
     if path.stat().st_size > LONGEST:
-        raise ValueError(f"longer than {LONGEST} bytes, which no such file is")
+        raise ValueError(f"longer than {LONGEST} bytes, the most such a file may have")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

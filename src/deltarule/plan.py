@@ -46,7 +46,7 @@ def plan(run: PlanRun) -> list[Estimate]:
     if not found:
         raise ValueError(
             f"no division of {run.gpus} {machine.name}s holds {run.parameters:g} parameters with "
-            f"rows of {run.length:,} tokens: more GPUs, or more --tokens-per-batch if groups idle"
+            f"rows of {run.length:,} tokens: give more --gpus or more --tokens-per-batch"
         )
     about = (
         f"{size.parameters / 1e9:.2f} B parameters: {size.layers} layers of {size.hidden} "

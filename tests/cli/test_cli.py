@@ -95,8 +95,8 @@ def test_an_unknown_command_gets_a_suggestion(words, suggestion, capsys):
         (["runs", "nothing"], "runs/nothing: there is no such run\n"),
         (["generate", __file__], "test_cli.py: a file; give the folder of a run"),
         (["generate", "a", "two", "words"], "'words' is one word too many after 'two', the prompt"),
-        (["generate", "a", "x", "--prompt", "y"], "'x' stands for --prompt, which is given too"),
-        (["train", "text", "--data=a", "b"], "'b' stands for --data, which is given too"),
+        (["generate", "a", "x", "--prompt", "y"], "'x' is read as --prompt, which is given too"),
+        (["train", "text", "--data=a", "b"], "'b' is read as --data, which is given too"),
         (["convert", "a", "b", "--shard-gb", "0"], "--shard-gb must be above 0, got 0.0"),
         (["train", "text", "--steps", "9" * 30], "--steps must be a number below 2^63"),
         (["plan", "--parameters", "inf"], "--parameters must be a number below 2^63"),
@@ -364,7 +364,7 @@ def test_the_hint_of_a_run_whose_time_is_over_is_a_whole_command(folder, capsys)
     words = [*TRAIN, "--steps", "3", "--runs", "here"]
     assert main([*words, "--max-seconds", "0"]) == 0
     *_, says, hint = capsys.readouterr().out.splitlines()
-    assert says == "it goes on with:"
+    assert says == "continue it with:"
     assert hint.split()[0] == "deltarule"
     assert main(hint.split()[1:]) == 0
     assert "step 3/3" in capsys.readouterr().out

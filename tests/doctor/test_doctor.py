@@ -237,7 +237,7 @@ def test_a_broken_context_ends_the_examination_in_one_process(monkeypatch) -> No
     monkeypatch.setattr(module, "gpu_is_lost", lambda: True)
     found = module.examined(GOOD, CPU)
     assert next(found) == failed
-    with pytest.raises(ValueError, match="without --processes 0"):
+    with pytest.raises(ValueError, match="leave out --processes 0"):
         next(found)
 
 

@@ -191,7 +191,9 @@ def test_a_share_of_turned_channels_that_the_class_does_not_know_is_refused(
     with pytest.raises(ValueError, match="partial_rotary_factor must be 1 in this family"):
         family_of(partly).config(partly)
     config = dataclasses.replace(family_of(read).config(read), partial_rotary_factor=0.5)
-    with pytest.raises(ValueError, match="no word for this model: partial_rotary_factor must be 1"):
+    with pytest.raises(
+        ValueError, match="cannot describe this model: partial_rotary_factor must be 1"
+    ):
         CausalLM(config).save(tmp_path / "ours", name)
 
 
@@ -207,7 +209,9 @@ def test_kimi_linear_with_a_lower_bound_of_its_decay(monkeypatch, tmp_path):
     ours, x = CausalLM.load(tmp_path), tokens(2, 40)
     with torch.no_grad():
         close(ours(x)[0], theirs(x, use_cache=False).logits)
-    with pytest.raises(ValueError, match=r"no word for this model: .*gate_lower_bound -5\.0 would"):
+    with pytest.raises(
+        ValueError, match=r"cannot describe this model: .*gate_lower_bound -5\.0 would"
+    ):
         ours.save(tmp_path / "again", "kimi_linear")
 
 

@@ -116,7 +116,7 @@ STEP = {
     "state_indices must name no slot twice": twice(1, 1),
     r"state_indices must be \[B\] with B = 2": {"state_indices": ZEROS(3).long()},
     "state_indices must be an int32 or int64": {"state_indices": ZEROS(2)},
-    "beta and a, b exclude": {"a": ERASE, "b": ERASE},
+    "beta must be None with a and b": {"a": ERASE, "b": ERASE},
     "a and b go together": {"beta": None, "a": ERASE},
     "recurrent_step has no gradient": {"state": ZEROS(2, 4, 6, 8, requires_grad=True)},
 }
@@ -126,7 +126,7 @@ FREE = {
     "normalize_qk must be False with a free erase": {"normalize_qk": True},
     "n_steps must be 1 with a free erase": TWO_STEPS | {"n_steps": 2},
     "a and b go together, got only a": {"b": None},
-    "beta and a, b exclude each other": {"beta": GOOD["beta"][:, :2]},
+    "beta must be None with a and b": {"beta": GOOD["beta"][:, :2]},
 }
 LONG_STEP = drawn("q", "k", "v", decay="none", erase="none", tokens=17) | {"beta": None}
 MATRIX_GOOD = {"q": GOOD["q"], "k": GOOD["k"], "beta": None}
@@ -165,7 +165,7 @@ LOGITS |= {
     r"log_decay.dt_bias must be \[HV, K\] = \[4, 8\], got": {
         "log_decay": CHANNEL.decay._replace(dt_bias=ZEROS(4))
     },
-    "beta and a, b exclude each other": dict.fromkeys("ab", ZEROS(2, 2, 4, 8))
+    "beta must be None with a and b": dict.fromkeys("ab", ZEROS(2, 2, 4, 8))
     | {"log_decay": None, "normalize_qk": False},
 }
 
@@ -264,7 +264,7 @@ BAD_STATES = {
 OF_ONE = {
     titans: {
         "mini_batch must be an integer of 1 or more, got 0": {"mini_batch": 0},
-        "a memory forgets as a whole": {"log_decay": ZEROS(3, 37, HV, 4)},
+        r"log_decay must be \[HV\] or \[B, T, HV\]": {"log_decay": ZEROS(3, 37, HV, 4)},
     },
     ttt: {
         "step_scale must be a tensor": {"step_scale": 16},

@@ -155,12 +155,12 @@ def said(folder: Path, *options: str, **late: Any) -> list[str]:
 
 BAD = [
     ("--tensor 2 --num-heads 3", "num_heads=3 cannot be split over 2 processes"),
-    ("--context 3", "does not divide the 2 processes that torchrun started"),
+    ("--context 3", "must divide the 2 processes that torchrun started"),
     ("--accumulate 1", "--accumulate 1 rows cannot be shared out over 2 groups"),
     ("--accumulate 3", "batch_tokens must be a multiple of accumulate=3"),
     ("--data missing.txt", "--data missing.txt: there is no such file"),
     ("--name whole --resume --hidden-size 32", "--hidden-size is 32, but"),
-    ("--context 2 --layer-types ttt_linear", "context must be None for ttt_linear: no process"),
+    ("--context 2 --layer-types ttt_linear", "context must be None for ttt_linear, whose state"),
 ]
 
 

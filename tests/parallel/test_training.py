@@ -172,7 +172,7 @@ def test_what_is_wrong_anywhere_is_told_by_all(two: Processes, tmp_path: Path) -
         assert message.startswith("process 1: ")
         assert "missing.txt" in message
     for options, words in (
-        ({"tensor": 3}, "does not divide the 2 processes"),
+        ({"tensor": 3}, "must divide the 2 processes"),
         ({"accumulate": 1}, "--accumulate 1 rows cannot be shared out over 2 groups"),
         ({"tensor": 2, "num_heads": 3}, "num_heads=3 cannot be split over 2 processes"),
     ):

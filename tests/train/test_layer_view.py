@@ -152,7 +152,7 @@ def test_layers_head_and_file_are_options(run, tmp_path, capsys):
     [
         (["--head", "-1"], "--head must be 0 or more, got -1"),
         (["--layers", "0", "4"], "--layers must be from 0 to 3, got 4"),
-        (["--layers", "1"], "--layers names no layer that has a matrix"),
+        (["--layers", "1"], "--layers must name a layer that is linear in its values"),
         (["--text", "a" * 600], "--text must be of at most 511 bytes, got 600"),
     ],
 )

@@ -78,7 +78,7 @@ def test_a_model_in_several_files_is_read_as_in_one(folder, tmp_path):
 def test_a_run_after_resume_is_told_how_it_goes_on(folder, capsys):
     for word in (str(folder), folder.name):
         assert main(["train", "text", "--resume", word, "--runs", str(folder.parent)]) == FAILED
-        says = f"--resume {word}: a run is not data; it goes on with: deltarule train text"
+        says = f"--resume {word}: a run is not data; continue it with: deltarule train text"
         assert f"{says} --resume --name {folder.name}\n" in capsys.readouterr().err
 
 
@@ -209,7 +209,7 @@ def test_a_stopped_run_generates_and_is_evaluated(folder, run, capsys, monkeypat
     capsys.readouterr()
     generate_text(GenerateRun(made, **options))
     note, text = capsys.readouterr().out.split("\n", 1)
-    assert note == f"note: {made} is not at its end: this is its checkpoint of step 30"
+    assert note == f"note: {made} is not finished: this is its checkpoint of step 30"
     # Drawn first: a figure in its folder would damage the checkpoint.
     assert main(["plot", "attention", str(made / "checkpoints" / "step-30")]) == 0
     assert f"drawn in {made / 'attention.png'}" in capsys.readouterr().out

@@ -76,7 +76,7 @@ def test_shards_bring_their_tokenizer(tool, tmp_path, capsys, monkeypatch):
         path.unlink()
     folder = train_text(small_run(data, tmp_path / "runs"))
     assert (folder / FILE).is_file()
-    with pytest.raises(DataError, match=r"the shards in .* are of"):
+    with pytest.raises(DataError, match=r"the shards in .* have"):
         train_text(small_run(data, tmp_path / "runs", tokenizer="another"))
     (data / FILE).unlink()
     (data / "tokenizer_config.json").unlink()

@@ -28,12 +28,11 @@ from deltarule.train.extra import require
 from deltarule.train.progress import make_progress
 
 NO_GPU = (
-    "doctor runs the GPU kernels beside their definition, and PyTorch sees no CUDA device here: "
-    "there is nothing to examine"
+    "doctor compares the GPU kernels with their definition, but PyTorch sees no CUDA device here"
 )
 NO_MEMORY = (
-    "the GPU has too little free memory to examine kernels in so many processes: end what else "
-    "runs on it, or give a smaller number as --processes"
+    "the GPU has too little free memory for so many processes: end other programs on it, or give "
+    "a smaller number as --processes"
 )
 # A kernel that never ends is wrong, too. The slowest to compile take a minute.
 LIMIT_SECONDS = 600.0

@@ -40,8 +40,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 SIZES = ((16, 16), (32, 32), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))
 ERASES = (("none", 1), ("tied", 1), ("tied", 2), ("tied", 3), ("tied", 4), ("free", 1))
 BROKEN = (
-    "the last kernel has broken this process's connection to the GPU: examine the rest in "
-    "processes of their own, without --processes 0"
+    "the last kernel has broken this process's connection to the GPU: leave out --processes 0, so "
+    "that each kernel runs in another process"
 )
 
 NAMES = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")

@@ -113,7 +113,7 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("inputs_embeds is not supported: give input_ids")
         if output_attentions or output_hidden_states:
-            raise ValueError("output_attentions and output_hidden_states are not supported")
+            raise ValueError("output_attentions and output_hidden_states must be False or None")
         cache = past_key_values if cache is None else cache
         documents = find_documents({
             "input_ids": input_ids, "attention_mask": attention_mask, "seq_idx": seq_idx,

@@ -104,7 +104,7 @@ class Options:
             check_that(holds, f"{name} must be a number in (0, 1]", share)
         holds = is_number(penalty) and 1e-30 <= penalty <= 1e30
         check_that(holds, "repetition_penalty must be a number above 0", penalty)
-        said, why = "draft must be 0 with a repetition_penalty", "a guess would count as seen"
+        said, why = "draft must be 0 with a repetition_penalty", "leave one of them out"
         check_that(penalty == 1 or not self.draft, said, self.draft, why)
         if self.seed is not None:
             check_integer("seed", self.seed, smallest=0)

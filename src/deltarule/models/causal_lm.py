@@ -190,7 +190,7 @@ class CausalLM(nn.Module):
                 for flash-linear-attention. None: this library's own, which transformers opens too.
 
         Raises:
-            ValueError: The family is unknown, or has no word for an option of this model; nothing
+            ValueError: The family is unknown, or cannot describe an option of this model; nothing
                 is written then.
 
         Examples:

@@ -122,20 +122,20 @@ def check_used(config: Any) -> None:
     if "moe" in parts:
         _check_experts(config)
     if config.mlp_size == 0 and parts & {"mlp", "channel_mix", "dense"}:
-        raise ValueError("mlp_size must be above 0 for the MLPs of layer_types or mlp_layer_types")
+        raise ValueError("mlp_size must be above 0 for the MLPs of this model, got 0")
     if config.post_norm not in (None, *config.layer_types):
         layers = ", ".join(dict.fromkeys(config.layer_types))
         raise ValueError(f"post_norm must be None or one of {layers}, got {config.post_norm!r}")
     for name in unused(config.__class__, options):
         raise ValueError(
-            f"{name}={options[name]!r} means nothing for any of layer_types "
-            f"{', '.join(dict.fromkeys(config.layer_types))}: these have it: "
+            f"{name}={options[name]!r} has no effect on any of layer_types "
+            f"{', '.join(dict.fromkeys(config.layer_types))}: leave it out, or use one of "
             f"{', '.join(_owners(name))}"
         )
     owners = [MIXERS[part] for part in parts & {*_owners("conv_bias")}]
     taps = [checks.default(config.conv_size, mixer.default_conv_size) for mixer in owners]
     if config.conv_bias and not any(taps):
-        raise ValueError("conv_bias=True means nothing without a convolution: give a conv_size")
+        raise ValueError("conv_bias=True has no effect without a convolution: give a conv_size")
 
 
 def unused(config_class: Any, options: Mapping[str, Any], *beside: str) -> list[str]:
@@ -173,6 +173,6 @@ def _check_experts(config: Any) -> None:
     said = f"num_experts_per_tok must be at most {most}, the experts a token can choose"
     check_that(chosen <= most, said, chosen)
     if groups > 1 and experts < 2 * groups:
-        raise ValueError(f"n_group={groups} leaves groups of fewer than two experts")
+        raise ValueError(f"n_group must leave two experts or more in a group, got {groups}")
     if config.shared_expert_gate and not config.shared_expert_intermediate_size:
-        raise ValueError("shared_expert_gate means nothing without shared_expert_intermediate_size")
+        raise ValueError("shared_expert_gate=True needs a shared_expert_intermediate_size")

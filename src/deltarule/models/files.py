@@ -100,7 +100,7 @@ def read_places(folder: str | Path) -> dict[str, Place]:
             stored = _read_header(path)
             if names is not None and names != set(stored):
                 raise ValueError(
-                    f"does not hold the tensors that {INDEX} says: {_difference(names, stored)}"
+                    f"does not hold the tensors that {INDEX} lists: {_difference(names, stored)}"
                 )
             if twice := sorted(set(places) & set(stored)):
                 raise ValueError(f"tensor {twice[0]!r} is stored in another file, too")

@@ -96,8 +96,8 @@ class Frame(nn.Module, ABC):
             return self.one_by_one(x, state, shared)
         if context is not None and not self.linear_state:
             raise ValueError(
-                f"context must be None for {self.rule.name}: no process can know its state before "
-                "those before it are done"
+                f"context must be None for {self.rule.name}, whose state needs all tokens before: "
+                "run it on one process"
             )
         layout = shared_layout(x, cu_seqlens, mask, context, shared)
         # A wrapped projection (LoRA, quantised) has no one dtype to compare with.

@@ -93,7 +93,7 @@ class Folding:
         """The inputs with the mapped axis folded in, and nothing saved."""
         offsets = self.of.names.index("cu_seqlens")
         if in_dims[offsets] is not None:
-            raise NotImplementedError("vmap over cu_seqlens: give every row the same offsets")
+            raise NotImplementedError("vmap cannot map cu_seqlens: give every row the same offsets")
         packed, folded = self.packed(given), list(given)
         for i, (name, x, dim) in enumerate(zip(self.of.names, given, in_dims, strict=False)):
             if i == offsets:

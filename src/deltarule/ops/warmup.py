@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from deltarule.ops.runtime.compilations import Compiled
 
 NO_GPU = (
-    "warmup compiles kernels for the GPU that runs them, and PyTorch sees no CUDA device here: "
-    "there is nothing to warm up"
+    "warmup compiles kernels for the GPU that runs them, but PyTorch sees no CUDA device here: "
+    "run it on a machine with a GPU"
 )
 
 

@@ -58,7 +58,7 @@ class MeshOptions:
         if processes % used:
             raise ValueError(
                 f"--replicate {self.replicate} x --context {self.context} x --tensor {self.tensor} "
-                f"= {used} does not divide the {processes} processes that torchrun started"
+                f"= {used} must divide the {processes} processes that torchrun started"
             )
         return self.replicate, processes // used, self.context, self.tensor
 

@@ -159,7 +159,7 @@ def read_checkpoint(
             continue
         with naming(folder / name):
             if file_hash(folder / name) != hashes[name]:
-                raise ValueError("damaged, its hash is not the one it had")
+                raise ValueError("damaged: its hash is not the one that was saved")
     return Checkpoint(folder, step, read_json(folder / STATE))
 
 
@@ -232,13 +232,13 @@ def read_marker(folder: Path) -> tuple[int, dict[str, str]]:
     with naming(folder / MARKER):
         marker: Marker = fitted(Marker, read_json(folder / MARKER))
         if marker.own_sha256 != marker.hash():
-            raise ValueError("damaged, its hash is not the one it had")
+            raise ValueError("damaged: its hash is not the one that was saved")
         if marker.step != step_of(folder):
-            raise ValueError(f"of step {marker.step}, not of the folder it lies in")
+            raise ValueError(f"names step {marker.step}, unlike its folder: was it moved?")
         # What others leave there, such as .DS_Store, nobody reads.
         read = (path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
         if other := sorted(set(read) ^ set(marker.sha256)):
-            what = "is missing" if other[0] in marker.sha256 else "is there, and it names none such"
+            what = "is missing" if other[0] in marker.sha256 else "is not one that it names"
             raise ValueError(f"the file {other[0]!r} {what}")
     return marker.step, marker.sha256
 

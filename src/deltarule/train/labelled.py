@@ -65,7 +65,7 @@ class Rows:
         said = f"examples must be None or at least the {self.count} rows of a batch"
         check_that(self.examples is None or self.examples >= self.count, said, self.examples)
         if self.examples is not None and self.curriculum is not None:
-            raise ValueError("examples must be None with a curriculum: its rows change as it goes")
+            raise ValueError("examples must be None with a curriculum, whose rows change")
 
 
 # Cells of an experiment follow each other in a process, and share most of these.

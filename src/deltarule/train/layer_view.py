@@ -248,7 +248,7 @@ def plot_attention(run: AttentionPlotRun) -> None:
     for layer in sorted(set(chosen) - {view.index for view in views}):
         print(f"layer {layer} ({kinds[layer]}) is left out: its output is not linear in its values")
     if not views:
-        raise ValueError("--layers names no layer that has a matrix")
+        raise ValueError("--layers must name a layer that is linear in its values")
     path = folder / "attention.png" if run.output is None else run.output
     draw_layers(views, tokens, path, title=f"Layers of {folder.name}, head {run.head}; {LEGEND}")
     print(f"drawn in {path}")

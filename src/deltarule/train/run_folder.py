@@ -118,7 +118,7 @@ def check_data(data: str | None, runs: Path, command: str) -> None:
     folder = Path(data) if Path(data).exists() else runs / data
     if (folder / RUN).is_file():
         raise RunFolderError(
-            f"--resume {data}: a run is not data; it goes on with: deltarule {command} "
+            f"--resume {data}: a run is not data; continue it with: deltarule {command} "
             f"--resume --name {folder.name}"
         )
 
@@ -214,8 +214,8 @@ def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
     if new is not None and (old is None or old.sha256 != new.sha256):
         then = "unknown" if old is None else f"{old.source}, {old.bytes:,} bytes"
         raise RunFolderError(
-            f"{folder} was started on other data than is there now: {then}; now {new.source}, "
-            f"{new.bytes:,} bytes"
+            f"{folder} was started on other data: then {then}; now {new.source}, "
+            f"{new.bytes:,} bytes: give those data, or another --name"
         )
     step = max(checkpoint_steps(folder / "checkpoints"), default=0)
     steps = run.loop.steps

@@ -127,7 +127,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def load_model(folder: Path, device: torch.device) -> CausalLM:
     """The model of a run, or of one of its checkpoints, `runs/NAME/checkpoints/step-N`.
 
-    A run that is not at its end gives its newest checkpoint, with a note.
+    A run that is not finished gives its newest checkpoint, with a note.
     """
     if not folder.is_dir():
         raise missing_run(folder)
@@ -144,7 +144,7 @@ def load_model(folder: Path, device: torch.device) -> CausalLM:
         if found is None:
             read_run(folder)
             raise RunFolderError(f"{folder} has no checkpoint yet, and so no model")
-        print(f"note: {folder} is not at its end: this is its checkpoint of step {found.step:,}")
+        print(f"note: {folder} is not finished: this is its checkpoint of step {found.step:,}")
         model = checkpoint_model(found.folder)
     return model.to(device).eval()
 

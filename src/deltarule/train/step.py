@@ -73,8 +73,8 @@ class TrainingStep:
         self.parameters: list[Tensor] = [p for group in groups for p in group["params"]]
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(
-                "optimizer must be a fused one, which can leave weights alone where the gradient "
-                f"is not finite, got {type(optimizer).__name__}: give it fused=True"
+                "optimizer must have fused=True, which skips steps whose gradient is not finite, "
+                f"got {type(optimizer).__name__} without it"
             )
         self.graphs = cuda_graphs and self.parameters[0].is_cuda
         if self.graphs and not all(group.get("capturable", True) for group in groups):

@@ -120,7 +120,7 @@ def read_text(run: TextRun) -> TextData:
 def mapped(folder: str, validation_bytes: int, tokenizer: str | None) -> TextData:
     opened = open_token_folder(folder)
     if tokenizer not in (None, made := opened.index.tokenizer):
-        raise DataError(f"--tokenizer {tokenizer}: the shards in {folder} are of {made or 'bytes'}")
+        raise DataError(f"--tokenizer {tokenizer}: the shards in {folder} have {made or 'bytes'}")
     encoder, notes = None, []
     try:
         encoder = make_encoder(folder if made else None)

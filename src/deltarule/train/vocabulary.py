@@ -88,7 +88,7 @@ def tokens_of(folder: Path, vocab_size: int) -> Encoder:
     if encoder.vocab_size > vocab_size:
         raise ValueError(
             f"{folder / FILE}: has {encoder.vocab_size} tokens, but vocab_size of the model is "
-            f"{vocab_size}: it is another model's"
+            f"{vocab_size}: it belongs to another model"
         )
     return encoder
 

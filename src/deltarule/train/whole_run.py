@@ -65,7 +65,7 @@ def whole_run(
             print(f"done in {time.monotonic() - began:.0f} s: {folder}")
             if not complete:
                 line = run_folder.line_that_resumes(folder)
-                print(f"it goes on with:\n  {line} --max-seconds None")
+                print(f"continue it with:\n  {line} --max-seconds None")
     return folder
 
 

@@ -33,7 +33,7 @@ def read_halves(fields: Fields, found: Options) -> Options:
 def write_shared(config: ModelConfig) -> Options:
     inner, shared = config.moe_intermediate_size or 1, config.shared_expert_intermediate_size
     if shared % inner:
-        raise ValueError(f"shared_expert_intermediate_size must be a multiple of {inner}")
+        raise ValueError(f"shared_expert_intermediate_size={shared} must be a multiple of {inner}")
     return {"num_shared_experts": shared // inner}
 
 

@@ -55,7 +55,7 @@ def written(model: Any, family: str | None, build: Build) -> Layout:
         return Layout(model.config.to_fields(), [Piece(name, (name,)) for name in shapes])
     layout = named(family, "family")
     config = resolved(model.config, model.blocks)
-    refusal = f"family {family!r} has no word for this model"
+    refusal = f"family {family!r} cannot describe this model"
     try:
         fields = layout.fields(config)
         back = layout.config(fields)

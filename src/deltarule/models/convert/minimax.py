@@ -32,7 +32,7 @@ def read_factors(fields: options.Fields, found: options.Options) -> options.Opti
     if len(alphas) > 1 or len(betas) > 1:
         raise ValueError(
             f"alpha and beta factors of {', '.join(BRANCHES)} must be one number each, "
-            f"got {sorted(alphas)} and {sorted(betas)}: no option of CausalLM says that"
+            f"got {sorted(alphas)} and {sorted(betas)}: CausalLM has no option for that"
         )
     return {"deepnorm_alpha": float(alphas.pop()), "residual_multiplier": float(betas.pop())}
 

@@ -86,7 +86,7 @@ class Fields:
     def done(self) -> None:
         if self.left:
             names = ", ".join(map(repr, sorted(self.left)))
-            raise ValueError(f"unknown option {names}: what it asks for may change the model")
+            raise ValueError(f"unknown option {names}, which may change the model")
 
     def _required(self, name: str, default: object) -> Any:
         value = self.take(name, default)

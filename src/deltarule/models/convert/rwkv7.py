@@ -36,7 +36,7 @@ def read_blocks(fields: Fields, found: Options) -> Options:
 
 def write_ranks(config: ModelConfig) -> Options:
     if config.low_rank_dims is None:
-        raise ValueError("low_rank_dims must be given where one layer has no value of another")
+        raise ValueError("low_rank_dims must be given for a model with one rwkv7 layer, got None")
     return dict(zip(RANKS, config.low_rank_dims, strict=True))
 
 

@@ -115,7 +115,7 @@ def check_erase(
     if a is None:
         return
     if beta is not None:
-        raise ValueError("beta and a, b exclude each other: the erase is tied to the key, or free")
+        raise ValueError("beta must be None with a and b: an erase is tied to the key or free")
     if n_steps != 1:
         raise ValueError(f"n_steps must be 1 with a free erase a, b, got {n_steps}")
     if normalize_qk:

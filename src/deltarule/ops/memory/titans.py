@@ -86,7 +86,7 @@ def titans(
     check_gate("momentum", momentum, q, {"[B, T, HV]": (*q.shape[:2], heads)})
     check_log_decay(log_decay, q, heads)
     if log_decay is not None and log_decay.ndim == 4:
-        raise ValueError("log_decay must be [HV] or [B, T, HV]: a memory forgets as a whole")
+        raise ValueError(f"log_decay must be [HV] or [B, T, HV], got {[*log_decay.shape]}")
     mini_batch = check_integer("mini_batch", mini_batch, 1)
     check_memory(initial_state, TitansState, mini_batch, sequences, q, v)
     arguments: Arguments = {"q": q, "k": k, "v": v, "beta": beta, "momentum": momentum}
