@@ -11,7 +11,7 @@ from deltarule.nn import MIXERS, RULES, SYSTEMS
 
 PAGES = Path(__file__).parents[2] / "docs" / "rules"
 TESTS = Path(__file__).parents[1]
-SECTIONS = ["## Letters", "## Where the print is wrong", "## Example"]
+SECTIONS = ["## Letters", "## Errors in the sources", "## Example"]
 
 
 def page_of(system):
