@@ -34,13 +34,13 @@ CPU_WORKERS, GPU_WORKERS = 2, 8
 
 @dataclass(frozen=True)
 class ReproduceRun:
-    """Run an experiment of the papers, or go on with it, and report on it beside what is published.
+    """Run or continue an experiment of the papers, and report it beside the published figures.
 
-    What is finished is kept whatever happens: the same command goes on.
+    Finished cells are kept; after a stop, the same command continues.
     """
 
     name: str
-    """Which; `deltarule reproduce --list` names them all."""
+    """An experiment of `deltarule reproduce --list`."""
     scale: Scale = "laptop"
     """laptop is a small form for two CPU cores; gpu is as near to the paper as minutes allow;
     published is the paper's own setting."""
@@ -48,16 +48,16 @@ class ReproduceRun:
     """Cells at a time, on all visible GPUs together; None is 2 on a CPU, with a thread each, and 8
     for each GPU."""
     only: tuple[str, ...] = ()
-    """Run only cells whose names begin so, those of the first before those of the second; * stands
-    for any letters."""
+    """Run only cells whose names begin with one of these, in this order; * stands for any
+    letters."""
     seconds: float | None = None
-    """Stop after so many, as Ctrl-C does; 0 runs nothing, and reports on what is finished."""
+    """Stop after this many seconds; 0 runs nothing, and reports the finished cells."""
     retry: bool = False
     """Run failed cells again."""
     runs: Path = Path("runs")
     """Folder of all runs."""
     data: str | None = None
-    """Of experiments on text: a file or a folder; None is the pinned text of the
+    """For experiments on text: a file or a folder; None is the pinned text of the
     checkout, experiments/text.tar.xz."""
     device: str = "auto"
     """"cpu", "cuda:1", or "cuda" for all GPUs; "auto" takes those if PyTorch sees any."""

@@ -56,15 +56,15 @@ COMMANDS = {
     ),
     "generate": Command(".train.sample:generate_text", "write text with a trained model", "prompt"),
     "runs": Command(".train.runs:show_runs", "list and compare runs", "names"),
-    "eval": Command(".train.report:evaluate_run", "bits per byte by position", "data"),
+    "eval": Command(".train.report:evaluate_run", "measure bits per byte by position", "data"),
     "convert": Command(".convert:convert_folder", "write a checkpoint in another family's layout"),
     "plot attention": Command(
         ".train.layer_view:plot_attention", "draw what the layers read and write"
     ),
-    "doctor": Command(".doctor.command:diagnose", "are the shipped kernels right on this GPU?"),
+    "doctor": Command(".doctor.command:diagnose", "check the shipped kernels on this GPU"),
     "warmup": Command(".lookup:warm_up", "compile kernels ahead of the first step"),
-    "explain": Command(".lookup:explain_call", "which implementation would run, and why"),
-    "plan": Command(".plan:plan", "how fast a step would be on so many GPUs"),
+    "explain": Command(".lookup:explain_call", "say which implementation would run, and why"),
+    "plan": Command(".plan:plan", "estimate training steps on many GPUs"),
     "rules": Command(".lookup:rules", "print the table of rules", "name"),
 }
 
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         # Memory that is not there, or a mistake of ours.
         why = f"{type(error).__name__}: {errors.reason(error)}"
-        line = f"{why}; with --traceback, it shows where it arose"
+        line = f"{why}; --traceback shows where it was raised"
         # Perhaps of this process alone: the others then do not speak of it.
         print(f"deltarule: error: {f'process {rank()}: ' if rank() else ''}{line}", file=sys.stderr)
         return FAILED
@@ -234,7 +234,7 @@ def overview() -> str:
             *lines, "",
             "deltarule COMMAND --help lists a command's flags;",
             "with --config-file FILE, a TOML file gives them;",
-            "with --traceback, an error shows where it arose.",
+            "with --traceback, an error shows its traceback.",
         ]
     )  # fmt: skip
 

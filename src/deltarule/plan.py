@@ -14,11 +14,11 @@ from deltarule.train.runs import table
 class PlanRun:
     """Estimate a training step for every way to divide the GPUs, the fastest first.
 
-    From kernel times measured on one H200 and the stated bandwidths of the links.
+    It uses kernel times measured on one H200 and the published bandwidths of the links.
     """
 
     parameters: float = 7e9
-    """Parameters of the model, gated delta rule with heads of 128 x 128."""
+    """Parameters of the model, a Gated DeltaNet with heads of 128 x 128."""
     tokens_per_batch: float = 4e6
     """Tokens in each optimizer step."""
     gpus: int = 8
@@ -28,11 +28,11 @@ class PlanRun:
     length: int = 8192
     """Tokens of a row."""
     attention_every: int = 0
-    """One layer in so many is softmax attention; 0 for none."""
+    """Every n-th layer is softmax attention; 0 for none."""
     vocabulary: int = 32_000
     """Tokens of the vocabulary."""
     top: int = 5
-    """Show so many divisions."""
+    """Divisions to show."""
 
     def __post_init__(self) -> None:
         check_least(self, 1, "tokens_per_batch", "length", "vocabulary", "top")

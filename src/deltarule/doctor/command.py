@@ -43,14 +43,14 @@ PROCESS_BYTES = 3 * 2**30
 
 @dataclass(frozen=True)
 class DoctorRun:
-    """Run the shipped kernels on this GPU beside the float64 definition; refuse what fails."""
+    """Compare this GPU's kernels with the float64 definition, and refuse those that fail."""
 
     all: bool = False
-    """Every configuration of the grid, not only the 24 commonest."""
+    """Every configuration, not only the 24 most common ones."""
     show: bool = False
-    """Print what was found before, and examine nothing."""
+    """Print earlier verdicts, and examine nothing."""
     processes: int | None = None
-    """Processes that examine at a time; 0 uses this one, None as many as the machine holds."""
+    """Processes at a time; 0 uses this one, None as many as the machine can hold."""
 
 
 def diagnose(run: DoctorRun) -> None:

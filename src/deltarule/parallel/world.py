@@ -31,17 +31,17 @@ AXES = ("replicate", "shard", "context", "tensor")
 
 @dataclass(frozen=True)
 class MeshOptions:
-    """How the processes that torchrun starts share the work; what is left over are shards."""
+    """How the processes that torchrun starts share the work; the rest of them are shards."""
 
     replicate: int = 1
     """Whole copies of the weights; each is sharded over the processes of its copy."""
     context: int = 1
-    """Processes that share each sequence, every one a stretch of its tokens."""
+    """Processes that share each sequence; each has a stretch of its tokens."""
     tensor: int = 1
-    """Processes that share each layer, every one some of its heads."""
+    """Processes that share each layer; each has some of its heads."""
     keep_gathered: Literal["auto", "yes", "no"] = "auto"
-    """Keep a block's weights from its forward to its backward: one gather less, for their memory;
-    "auto" does where `deltarule plan` finds room for them on this GPU."""
+    """Keep a block's weights gathered from its forward to its backward: faster, for more memory;
+    "auto" does so if `deltarule plan` finds room for them on this GPU."""
     timeout_s: float = 600.0
     """Seconds after which a process that waits for another gives up."""
 

@@ -33,11 +33,11 @@ class Config:
     length: int = 64
     """Tokens in a row: the pairs, then room for the queries."""
     pairs: int = 8
-    """Pairs of key and value in a row; every key is asked for once."""
+    """Pairs of key and value in a row; each key is queried once."""
     vocab_size: int = 512
     """Tokens: half of them keys, half values."""
     power_a: float = 0.01
-    """Gap g to a query has a weight of g^(power_a - 1): small values ask soon after the pairs."""
+    """A gap g before a query has weight g^(power_a - 1): small values put queries early."""
 
     def __post_init__(self) -> None:
         check_least(self, 1, "pairs")

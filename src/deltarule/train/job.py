@@ -20,23 +20,23 @@ class LoopOptions:
     steps: int = 1000
     """Optimizer steps; the learning rate follows this number."""
     max_seconds: float | None = None
-    """End after this many seconds, all that precedes and follows training included; the schedule
+    """End after this many seconds, reading the data and validation included; the learning rate
     still follows --steps."""
     accumulate: int = 1
-    """Split each step's batch into this many rows, one backward pass each: less memory."""
+    """Split each step's batch into this many rows with a backward pass each: less memory."""
     activation_checkpointing: bool = False
     """Compute each block twice instead of keeping its inner results: less memory, more time."""
     seed: int = 0
-    """Decides the first weights, the data order and the sample."""
+    """Seed of the first weights, the order of the data and the sample."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """"bfloat16" computes in bfloat16 (autocast) with float32 weights."""
     cuda_graphs: bool = True
-    """On a GPU, replay each step as a CUDA graph where batches are of few shapes; the bits are
-    those of eager steps. A CPU has none."""
+    """On a GPU, replay each step as a CUDA graph if batches have few shapes; the results are those
+    of eager steps, bit for bit."""
     compile: bool = False
-    """Compile the model with torch.compile first."""
+    """Compile the blocks of the model with torch.compile for training steps."""
     save_every: int = 500
     """Steps between two checkpoints; one more is written at the end."""
     keep: int = 2
@@ -51,7 +51,7 @@ class LoopOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model's sizes; see `deltarule.models.ModelConfig`."""
+    """Sizes of the model; see `deltarule.models.ModelConfig`."""
 
     layer_types: tuple[str, ...] = ("gated_deltanet",)
     """Mixer of each block: one name, several that repeat, or a published pattern such as samba;
@@ -69,21 +69,21 @@ class ModelOptions:
     mlp_size: int | None = None
     """Channels inside the MLP; None is 8/3 of the hidden size, 0 leaves the MLP out."""
     conv_size: int | None = None
-    """Taps of the short convolution, 0 leaves it out; None is the layer's own default."""
+    """Tokens that the short convolution reads, 0 for none; None is the layer's own default."""
     output_gate: bool | None = None
     """Gate each mixer's output; None is the layer's own default."""
     beta_max: float | None = None
     """Largest write strength, 2 allows negative eigenvalues; None is the layer's own default."""
     n_steps: int | None = None
-    """Writes for each token in DeltaProduct layers; None is the layer's own default."""
+    """Writes per token in DeltaProduct layers; None is the layer's own default."""
     feature_map: str | None = None
-    """What q and k of linear attention and delta layers go through: identity, elu, relu, silu,
+    """Function of q and k in linear attention and delta layers: identity, elu, relu, silu,
     dpfp, taylor, hedgehog, random_fourier, performer, cosformer, rebased or dijiang; None is the
     layer's own default."""
     qk_norm: QueryKeyNorm | None = None
-    """What those divide q and k by: none, l1 or l2; None is the layer's own default."""
+    """Norm that divides q and k there: none, l1 or l2; None is the layer's own default."""
     normalizer: bool | None = None
-    """Divide linear attention's read-out by z^T q; None is the layer's own default."""
+    """Divide linear attention's output by z^T q; None is the layer's own default."""
     window: int | None = None
     """Tokens that sliding-window attention sees; None is the layer's own default."""
     norm_eps: float = 1e-5

@@ -214,12 +214,12 @@ def one_head(matrices: Tensor, head: int) -> Tensor:
 
 @dataclass(frozen=True)
 class AttentionPlotRun:
-    """Draw the attention matrix of a trained run's layers, and how much each token writes."""
+    """Draw the attention matrices of a run's layers, and how much each token writes and erases."""
 
     folder: Path
     """Folder of a run, such as runs/text."""
     text: str = "To be, or not to be, that is the question."
-    """What the model reads; it starts a document."""
+    """Text that the model reads, as the start of a document."""
     head: int = 0
     """Which head, from 0; a layer with fewer shows its last."""
     layers: tuple[int, ...] = ()

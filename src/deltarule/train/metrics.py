@@ -98,10 +98,10 @@ class WatchOptions:
     """When to end early, and where to send metrics."""
 
     patience: int = 0
-    """End after so many short evaluations in a row that were no better than the best, and take the
-    model of the best; 0 does neither."""
+    """Stop after this many short evaluations in a row without an improvement, and keep the best
+    model; 0 trains to the end."""
     log: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Send metrics to these, too; each is an extra of its name."""
+    """Also send metrics to these; each needs the extra of its name."""
 
     def __post_init__(self) -> None:
         check_least(self, 0, "patience")

@@ -35,7 +35,7 @@ class MqarRun:
     runs: Path = Path("runs")
     """Folder of all runs."""
     resume: bool = False
-    """Continue a run where its newest checkpoint is, to the same bits as without the stop."""
+    """Continue a run from its newest checkpoint; the result is as if it had never stopped."""
     batch_rows: int = 64
     """Rows in each optimizer step, all of them new."""
     evaluation_rows: int = 3000

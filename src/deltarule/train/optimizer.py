@@ -15,7 +15,7 @@ from deltarule.nn.checks import check_least, check_that
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """How the weights follow the gradients."""
+    """AdamW and its learning rate."""
 
     lr: float = 3e-3
     """Peak learning rate, reached at the end of the warm-up."""

@@ -24,10 +24,10 @@ class EvalRun:
     """Measure a trained model's bits per byte by position, print them and draw them."""
 
     folder: Path
-    """Folder of a run, such as runs/text; with --data, of any model that is saved."""
+    """Folder of a run, such as runs/text; with --data, of any saved model."""
     data: str | None = None
-    """A text file or a folder; None is the run's own data. Of its own data, a run is measured on
-    the part it was not trained on."""
+    """A text file or a folder; None is the part of the run's own data that was held out of
+    training."""
     length: int = 2048
     """Cut documents into pieces of at most this many tokens."""
     max_bytes: int = 200_000

@@ -23,15 +23,15 @@ from deltarule.train.run_folder import DIVERGED, RUN, RunFolderError, RunRecord,
 
 @dataclass(frozen=True)
 class RunsRun:
-    """List the runs of a folder; of several that are named, show what differs."""
+    """List the runs of a folder, or compare those that are named."""
 
     names: tuple[str, ...] = ()
-    """Only these runs; their options and figures stand side by side. They may stand behind the
-    command without this flag."""
+    """Only these runs, with the options in which they differ. They may follow the command without
+    this flag."""
     runs: Path = Path("runs")
     """Folder of all runs."""
     toml: bool = False
-    """Print the flags of each as a file for --config-file instead."""
+    """Print the flags of each run as a file for --config-file instead."""
 
 
 def show_runs(run: RunsRun) -> None:

@@ -17,41 +17,41 @@ from deltarule.train.vocabulary import Encoder, tokens_of
 
 @dataclass(frozen=True)
 class GenerateRun:
-    """Write text with a trained model, as it comes: deltarule generate RUN "prompt"."""
+    """Write text with a trained model: deltarule generate RUN "prompt"."""
 
     folder: Path
     """Folder of a run, such as runs/text, or of one of its checkpoints."""
     prompt: str = ""
-    """Beginning of the text; nothing means the start of a document. It may stand behind the folder
-    without its flag."""
+    """Beginning of the text; empty: the start of a document. It may follow the folder without this
+    flag."""
     prompt_file: str | None = None
     """A file that holds the prompt; - is standard input."""
     lines: bool = False
-    """Each line of that file is a prompt of its own."""
+    """Each line of that file is a prompt."""
     interactive: bool = False
-    """Ask for prompts, one a line, until the input ends (Ctrl-D)."""
+    """Ask for prompts, one per line, until the input ends (Ctrl-D)."""
     samples: int = 1
     """Texts for each prompt."""
     max_new_tokens: int = 1000
     """The most bytes, or tokens of the run's tokenizer, to add."""
     stop: tuple[str, ...] = ()
-    """Words after any of which a text ends."""
+    """A text ends after any of these strings."""
     temperature: float = 0.8
-    """0 always takes the likeliest byte, 1 follows the model."""
+    """0 always takes the most likely byte, 1 draws as the model predicts."""
     top_k: int | None = None
-    """Draw among this many of the likeliest bytes; None means all."""
+    """Draw from this many of the most likely bytes; None means all."""
     top_p: float | None = None
-    """Draw among the likeliest bytes that have this probability together; None means all."""
+    """Draw from the most likely bytes that together reach this probability; None means all."""
     min_p: float | None = None
-    """Draw among bytes at least this many times as likely as the likeliest; None means all."""
+    """Draw from bytes at least this many times as likely as the most likely; None means all."""
     repetition_penalty: float = 1.0
-    """Above 1, what was written already is less likely."""
+    """Above 1, bytes that the text already holds are less likely."""
     draft: int = 0
-    """Bytes, up to 15, that are guessed and read in one step: the same text, sooner where it
-    repeats itself."""
+    """Bytes, up to 15, to guess and read in one step: the same text, but faster where it repeats
+    itself."""
     seed: int | None = None
-    """The same seed gives the same text; None draws a fresh one. Each further text takes the next
-    one."""
+    """The same seed gives the same text; None draws a new one. Each further text takes the next
+    seed."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
 

@@ -40,39 +40,39 @@ class TextRun:
     """Train a byte-level language model on text, and keep everything in runs/NAME."""
 
     data: str | None = None
-    """A text file, a folder that is searched, or one that `deltarule data` wrote; None is this
+    """A text file, a folder to search for text, or a folder of `deltarule data`; None is this
     Python's standard library. Each row of a .jsonl or .parquet file is a document."""
     text_field: str = "text"
-    """The field of such a row, or the column, that holds the text."""
+    """The field or column of such a row that holds the text."""
     name: str | None = None
-    """Name of the run; None is text, text-2 and so on."""
+    """Name of the run; None is text, then text-2 and so on."""
     runs: Path = Path("runs")
     """Folder of all runs."""
     resume: bool = False
-    """Continue a run where its newest checkpoint is, to the same bits as without the stop."""
+    """Continue a run from its newest checkpoint; the result is as if it had never stopped."""
     tokenizer: str | None = None
     """Name or folder of a Hugging Face tokenizer, which is saved beside the model; None takes bytes
-    as tokens, or what the shards are of."""
+    as tokens, or the tokenizer of the shards."""
     length: int = 128
-    """Tokens of a document that a piece holds; the model's memory starts afresh with each."""
+    """Tokens of a piece of a document; the model's memory starts afresh with each piece."""
     batch_tokens: int = 1024
     """Tokens in each optimizer step, packed from pieces of many documents."""
     max_bytes: int = 500_000_000
     """Stop reading data after this many bytes."""
     validation_fraction: float = 0.1
-    """Share of the data that is never trained on; of token shards it is settled already."""
+    """Share of the data held out of training; token shards have this share already."""
     validation_bytes: int = 200_000
-    """Use at most this much of it."""
+    """Validate on at most this many bytes of it."""
     curve_bytes: int = 30_000
-    """Use about this much of that, spread evenly, for each point of the loss curve."""
+    """Use about this many of those, spread evenly, for each point of the loss curve."""
     long_length: int = 2048
     """Validate a second time with pieces of this many tokens."""
     sample_bytes: int = 400
-    """Bytes, or tokens of a tokenizer, of the sample at the end; 0 for none."""
+    """Bytes, or tokens of a tokenizer, in the sample at the end; 0 for no sample."""
     sample_prompt: str = ""
-    """What the sample continues; nothing means the start of a document."""
+    """Text that the sample continues; empty: the start of a document."""
     temperature: float = 0.7
-    """Of the sample: 0 always takes the likeliest byte, 1 follows the model."""
+    """Of the sample: 0 always takes the most likely byte, 1 draws as the model predicts."""
     mesh: MeshOptions = field(default_factory=MeshOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)

@@ -51,17 +51,17 @@ class DataRun:
     """Write documents as token shards, which `deltarule train text --data FOLDER` maps."""
 
     source: Path
-    """A file, or a folder that is searched: text (a document a file), .jsonl and .parquet."""
+    """A file, or a folder to search: text (a document per file), .jsonl and .parquet."""
     out: Path = Path("tokens")
     """Folder to make; it appears when it is complete."""
     tokenizer: str | None = None
     """Name or folder of a Hugging Face tokenizer; None takes bytes as tokens."""
     text_field: str = "text"
-    """Field of a line of .jsonl, or column of .parquet, that holds the text."""
+    """Field of .jsonl lines, or column of .parquet, that holds the text."""
     validation_fraction: float = 0.01
-    """Share of the text that is never trained on."""
+    """Share of the text held out of training."""
     shard_tokens: int = 2**28
-    """Tokens after which another file is begun."""
+    """Tokens in a file of shards."""
 
     def __post_init__(self) -> None:
         share = self.validation_fraction
