@@ -63,10 +63,10 @@ def patch(
 ) -> "Patch":
     r"""Run a model of transformers on this library's operators, forward and backward.
 
-    Its recurrent layers call functions by their names in their modeling file; these are replaced.
-    Beside the speed, documents packed into one row stay apart in every family (given as
-    `cu_seq_lens_q`, as `seq_idx`, or as `position_ids` that start again), and a prompt padded on
-    the right leaves the state of its last real token in the cache.
+    The patch replaces the functions of the modeling file that its recurrent layers call. It also
+    keeps documents packed into one row apart in every family (given as `cu_seq_lens_q`, as
+    `seq_idx`, or as `position_ids` that start again), and after a prompt padded on the right the
+    cache holds the state of the last real token.
 
     The functions belong to the process: every model of the same family uses the replacements until
     the last patch of that family ends. Hooks belong to the model.
@@ -76,15 +76,15 @@ def patch(
             Qwen3.5, Qwen3-Next, Qwen4-exp, OLMo-hybrid, Kimi Linear, Bailing-hybrid, GLM5-Next,
             Mamba-2, Bamba, Falcon-H1, Granite-4-H, Nemotron-H, Zamba, Zamba-2, Mamba,
             Falcon-Mamba, Jamba, MiniMax, Lara-mini.
-        conv: Whether to replace the short convolution, too. Without it, packed documents reach
-            W - 1 tokens into their neighbour and padding on the right stays in its inputs.
-        packing: Whether to look for packed documents. From `position_ids` this waits for the GPU
-            once a forward pass.
+        conv: Whether to replace the short convolution, too. If not, it mixes W - 1 tokens at the
+            borders of packed documents, and padding on the right stays in its inputs.
+        packing: Whether to look for packed documents. With `position_ids` the host then waits for
+            the GPU once per forward pass.
         norms: Whether to replace RMS norms and SwiGLU in the same files, too. On a GPU each is one
-            kernel in place of up to twelve.
+            kernel instead of up to twelve.
 
     Returns:
-        What was done: a context manager; `unpatch()` takes it back.
+        The changes, as a context manager; `unpatch()` undoes them.
 
     Raises:
         ValueError: The model has no recurrent layer of transformers that an operator runs.
@@ -124,18 +124,18 @@ def patch(
 
 
 class Patch(AbstractContextManager["Patch"]):
-    """What `patch` did.
+    """The changes that one `patch` made.
 
     Attributes:
         replaced: What was replaced, such as "modeling_qwen3_5.torch_chunk_gated_delta_rule".
     """
 
     def __init__(self, replaced: tuple[str, ...], undo: ExitStack) -> None:
-        """Note what takes it back; only `patch` makes one."""
+        """Keep what undoes the changes; only `patch` makes one."""
         self.replaced, self._undo = replaced, undo
 
     def unpatch(self) -> None:
-        """Take it all back, once; functions stay while another patch of the family holds them."""
+        """Undo the changes; functions stay replaced while another patch of the family is active."""
         self._undo.close()
 
     def __exit__(self, *_: object) -> None:

@@ -37,12 +37,12 @@ class TrainingStep:
     """One optimizer step on one or more parts of a batch.
 
     On a GPU the first steps of each kind (number of parts, shapes and dtypes) run eagerly; then one
-    is captured, and every further one is a copy of its tensors and a replay. The bits are those of
-    the eager steps. On a CPU there are no graphs, and all steps are eager.
+    is captured, and every further one copies its tensors and replays the graph. The results are
+    those of eager steps, bit for bit. On a CPU all steps are eager.
 
     Args:
-        loss: Given the tensors of a part, returns the loss to minimise, a scalar, or a vector of
-            it and of figures to report. It must depend on nothing else that changes.
+        loss: A function of the tensors of a part that returns the loss to minimise, a scalar, or a
+            vector of it and of figures to report. It must not read anything else that changes.
         optimizer: Fused (`fused=True`), and `capturable=True` where graphs are used. With a tensor
             for its rate, `set_rate` changes it between steps.
         clip: Largest norm of the gradient. 0 never clips.
