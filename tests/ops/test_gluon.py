@@ -389,9 +389,9 @@ def test_the_memory_of_the_interpreter_is_poisoned() -> None:
             "of decays per channel has \\(K, V\\) = \\(128, 128\\), got \\(64, 64\\)",
         ),
         (case_of("channel", value_size=64), r"got \(128, 64\)"),
-        (case_of("channel", dtype=torch.float16), "range of bfloat16, got torch.float16"),
-        (case_of("channel", n_steps=2), "1 times a token"),
-        (case_of(n_steps=3), "2 times a token"),
+        (case_of("channel", dtype=torch.float16), "takes bfloat16, got torch.float16"),
+        (case_of("channel", n_steps=2), "n_steps up to 1"),
+        (case_of(n_steps=3), "n_steps up to 2"),
         (case_of(key_size=32), "got \\(32, 64\\)"),
         (case_of(key_size=48, value_size=48), r"from 80 to 128 .*, got \(48, 48\)"),
         (case_of(value_size=80), r"steps of 16, .*got \(64, 80\)"),
@@ -419,7 +419,7 @@ def test_parts_of_a_head_have_one_size(sizes, parts) -> None:
 def test_a_free_erase_is_refused() -> None:
     inputs = inputs_of(case_of("channel", "none"))
     inputs = inputs._replace(a=inputs.log_decay, b=inputs.log_decay)
-    assert "got a free one" in (stage.why_not_form(inputs) or "")
+    assert "no free erase" in (stage.why_not_form(inputs) or "")
 
 
 def stage_says(monkeypatch, **answers: object) -> None:
@@ -454,7 +454,7 @@ def test_two_writes_a_token_are_taken_where_no_gradient_is_asked_for(monkeypatch
     twice = inputs_of(case_of(n_steps=2))
     assert stage.pays(twice, new_plan(twice))
     assert not stage.pays(twice, new_plan(twice), save=True)
-    assert "takes it here" in stage.place_in_order(twice)
+    assert "uses this kernel here" in stage.place_in_order(twice)
 
 
 def test_heads_are_taken_in_parts_where_the_parts_fill_the_gpu(monkeypatch) -> None:
@@ -471,7 +471,7 @@ def test_heads_are_taken_in_parts_where_the_parts_fill_the_gpu(monkeypatch) -> N
     parts = stage.taken_in_parts(many, save=False)
     assert (parts.v.shape[2:], parts.initial_state.shape[1:]) == ((16, 128), (16, 128, 128))
     assert (parts.per_gate, many.per_gate) == (2, 1)
-    assert "takes it here" in stage.place_in_order(many)
+    assert "uses this kernel here" in stage.place_in_order(many)
     narrow = inputs_of(case_of(batch=8, tokens=1, heads=8, value_heads=8, value_size=128))
     assert stage.taken_in_parts(narrow, save=False) is narrow
     sizes = {"batch": 8, "tokens": 1, "heads": 8, "value_heads": 8}

@@ -224,7 +224,7 @@ def test_explain_says_where_channels_are_taken(erase: str) -> None:
     case = placed(of.case(batch=8, heads=16, value_heads=16))
     rows = explained(case.tensors, "beta", "log_decay")
     assert rows["triton"].runs
-    assert "takes it here" in rows["gluon"].reason
+    assert "uses this kernel here" in rows["gluon"].reason
 
 
 @pytest.mark.parametrize(

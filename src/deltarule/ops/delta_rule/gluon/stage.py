@@ -103,27 +103,27 @@ def why_not_form(inputs: Inputs) -> str | None:
     """What the fused kernel cannot do on any GPU."""
     q, sizes = inputs.q, (inputs.q.shape[3], inputs.v.shape[3])
     if inputs.n_steps > (most := 1 if inputs.by_channel else MOST_STEPS):
-        return f"the fused kernel writes {most} times a token at most, got {inputs.n_steps}"
+        return f"the fused kernel takes n_steps up to {most}, got {inputs.n_steps}"
     if inputs.erase == "free":
-        return "the fused kernel has erase none or tied, got a free one"
+        return "the fused kernel takes no free erase (dplr)"
     if inputs.by_channel and sizes != CHANNEL_SIZES:
         return f"the fused kernel of decays per channel has (K, V) = {CHANNEL_SIZES}, got {sizes}"
     if not inputs.by_channel and padded(inputs) not in CONFIGURATIONS:
         return (
-            "the fused kernel has (K, V) = (128, 128) or (64, 64), or from 80 to 128 in steps of "
-            f"{STEP}, where V may be equal parts of a head's, got {sizes}"
+            "the fused kernel takes (K, V) = (64, 64), or K and equal parts of V from 80 to 128 in "
+            f"steps of {STEP}, got {sizes}"
         )
     if inputs.by_channel and q.dtype != torch.bfloat16:
-        return f"decays per channel need the range of bfloat16, got {q.dtype}"
+        return f"the fused kernel of decays per channel takes bfloat16, got {q.dtype}"
     if q.dtype != torch.bfloat16 and (q.dtype != torch.float16 or inputs.beta is not None):
         return (
-            "the fused kernel rounds to 16 bits what an erase needs more digits of in float16: it "
-            f"takes bfloat16, or without an erase float16, got {q.dtype}"
+            "the fused kernel takes bfloat16, or float16 with beta=None (in float16 it rounds too "
+            f"much for an erase), got {q.dtype}"
         )
     if inputs.scale <= 0:
-        return f"the fused kernel takes the logarithm of scale, got {inputs.scale}"
+        return f"the fused kernel takes a scale above 0, got {inputs.scale}"
     if inputs.batch_invariant:
-        return "batch_invariant=True keeps to the kernels that run for any number of rows"
+        return "batch_invariant=True needs the kernels that run for any number of rows"
     return None
 
 
@@ -214,7 +214,7 @@ def pays(inputs: Inputs, plan: Plan, save: bool = False) -> bool:
 def why_unasked_never(inputs: Inputs) -> str | None:
     """Why only impl="gluon" takes it, whatever the number of programs, or None."""
     if has_tensor_memory(inputs.q.device) or inputs.n_steps > STEPS_TIMED:
-        return "does not take what no GPU has timed yet"
+        return "does not use it, because no GPU has timed such calls"
     return None
 
 
@@ -234,7 +234,7 @@ def place_in_order(inputs: Inputs) -> str:
     """What `explain` says of a call that the kernel can run."""
     parts = taken_in_parts(inputs, save=False)
     if pays(parts, make_plan(parts)):
-        return "can run; triton comes first, and takes it here"
+        return "can run; triton comes first, and uses this kernel here"
     if (reason := why_unasked_never(inputs)) is not None:
         return f"can run; triton comes first, and {reason}"
     return "can run; triton comes first, and its own kernels are faster for so few heads and rows"
