@@ -174,13 +174,13 @@ class Reproduction:
                 at = self.folder, self.devices, began + (seconds or math.inf)
                 run_cells(self.left, *at, workers=self.workers, tell=self.tell, afresh=timed)
         except OutOfTimeError:
-            print(f"the {seconds:g} seconds are over: {self.kept()}; the same command goes on")
+            print(f"the {seconds:g} seconds are over: {self.kept()}; the same command continues")
             return
         except (StoppedError, InterruptedRunError):
-            print(f"{self.kept()}; the same command goes on", flush=True)
+            print(f"{self.kept()}; the same command continues", flush=True)
             raise KeyboardInterrupt from None
         except (MachineError, *records.ENVIRONMENT) as error:
-            raise MachineError(f"{error}; {self.kept()}, and the same command goes on") from error
+            raise MachineError(f"{error}; {self.kept()}, and the same command continues") from error
         if len(self.records) == len(self.cells) or (self.grows and self.records):
             self.report(time.monotonic() - began)
         else:

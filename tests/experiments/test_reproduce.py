@@ -294,7 +294,7 @@ def test_a_stopped_command_leaves_no_process_and_goes_on(tmp_path, command, numb
     wait_for(lambda: gone(worker), seconds=10)
     if number != signal.SIGKILL:
         assert process.returncode == INTERRUPTED
-        assert "1 of 2 cells are finished; the same command goes on" in output
+        assert "1 of 2 cells are finished; the same command continues" in output
     (tmp_path / "go").touch()
     again = command()
     output = again.communicate(timeout=120)[0]

@@ -222,7 +222,7 @@ def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
     if steps < step:
         raise RunFolderError(f"--steps {steps:,}: {folder} has taken {step:,} steps already")
     if steps == step:
-        print(f"note: {folder} has taken all of its {steps:,} steps; a larger --steps goes on")
+        print(f"note: {folder} has taken all of its {steps:,} steps; a larger --steps continues it")
     changed = {
         name: f"{before.machine.get(name)} -> {value}"
         for name, value in record.machine.items() if value != before.machine.get(name)
@@ -234,7 +234,7 @@ def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
         )
     if steps != stored.loop.steps:
         changed["steps"] = f"{stored.loop.steps} -> {steps}"
-        print(f"note: steps {changed['steps']}: from now on the learning rate follows that")
+        print(f"note: steps {changed['steps']}: from now on the learning rate follows it")
     resumed = (*before.resumed, Resumed(step, changed))
     return dataclasses.replace(record, resumed=resumed, done=before.done)
 
