@@ -42,6 +42,17 @@ def test_a_place_that_is_none_is_named(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_folder_aside_is_not_named_where_it_cannot_be_made(tmp_path):
+    # One that has room for its own name and for nothing before or behind it.
+    longest = tmp_path / ("x" * 250)
+    with pytest.raises(OSError, match="too long") as caught, new_folder(longest):
+        pass
+    assert caught.value.filename == str(longest)
+    with pytest.raises(FileNotFoundError) as caught, new_folder(tmp_path / "a"):
+        (tmp_path / "another").read_text()
+    assert caught.value.filename == str(tmp_path / "another")
+
+
 def test_a_folder_that_a_killed_process_left_aside_is_removed_by_the_next(tmp_path):
     killed = tmp_path / f".a.{16 * '0'}.tmp"
     for mine in (killed, tmp_path / f".b.{16 * '0'}.tmp", tmp_path / ".a.mine.tmp"):

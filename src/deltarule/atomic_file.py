@@ -55,11 +55,12 @@ def write_json(path: Path, content: object, indent: int = 2) -> None:
 
 @contextlib.contextmanager
 def filling(folder: Path) -> Iterator[None]:
-    """Let the error of a full disk, which names no file, name the folder that is written."""
+    """Let an error name the folder that is written, not the hidden one aside, or no file at all."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:
+        aside = str(folder.with_name(f".{folder.name}."))
+        if error.errno is not None and str(error.filename or aside).startswith(aside):
             error.filename = str(folder)
         raise
 
@@ -79,15 +80,15 @@ def new_folder(path: Path) -> Iterator[Path]:
                 shutil.rmtree(left, ignore_errors=True)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        aside.mkdir()
-        # Until it is in place, so that nobody takes it for one that was left.
-        with locked(aside):
-            with filling(path):
+        with filling(path):
+            aside.mkdir()
+            # Until it is in place, so that nobody takes it for one that was left.
+            with locked(aside):
                 yield aside
-            for file in aside.iterdir():
-                sync(file)
-            # An empty folder made meanwhile would be replaced; one with files would not.
-            aside.rename(path)
+                for file in aside.iterdir():
+                    sync(file)
+                # An empty folder made meanwhile would be replaced; one with files would not.
+                aside.rename(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     if os.name == "posix":

@@ -236,8 +236,8 @@ def write_data(run: DataRun) -> None:
     # What a run that was killed has left is written afresh.
     aside = run.out.with_name(f".{run.out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     with filling(run.out), contextlib.ExitStack() as made:
+        aside.mkdir(parents=True)
         made.callback(shutil.rmtree, aside, ignore_errors=True)
         dtype: Literal["uint16", "uint32"] = "uint16" if encoder.vocab_size <= 2**16 else "uint32"
         with contextlib.ExitStack() as opened:
