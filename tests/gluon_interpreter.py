@@ -559,12 +559,14 @@ def running_sum(x: Value, axis: int, add: Any, reverse: bool = False) -> Value:
 
 
 def assembly(code: str, _constraints: str, x: list[Any], **_: Any) -> Value | None:
-    """A logarithm, 1 / x, - x, or the wish to have in the cache what lies at an address."""
+    """A logarithm, 1 / x, - x, x in float32, or the wish to have in the cache what lies there."""
     if "prefetch" in code:
         x[0].at(None)
         return None
     if code == "neg.f32 $0, $1;":
         return Value(-x[0].data)
+    if code == "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;":
+        return Value(x[0].data.float())
     if code == "rcp.approx.ftz.f32 $0, $1;":
         return Value(1.0 / x[0].data)
     assert code == "lg2.approx.ftz.f32 $0, $1;"

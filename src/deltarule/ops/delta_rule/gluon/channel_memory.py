@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, PLAIN_3D, new_identity
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, GATES, VALUES, straight
 from deltarule.ops.runtime.gluon_tiles import new_barrier, square
 
@@ -33,8 +33,8 @@ class ChannelTiles(NamedTuple):
     k: Any
     # [SLOTS * V / 64, 64, 64].
     v: Any
-    # [SLOTS, 64, 64]: T, with an erase; [1, 64, 64]: P.
-    t: Any
+    # [SLOTS, 64, 64]: U (or N), with an erase; [1, 64, 64]: P.
+    u: Any
     p: Any
     # [1, 64, K]: k near as the sum of two numbers of 16 bits, and k rest.
     near: Any
@@ -50,13 +50,8 @@ class ChannelTiles(NamedTuple):
     fast: Any
     # [SLOTS * GATES, 64] float32.
     gates: Any
-    # For the inverse (inverse.py): the first two are found for each chunk (`for_inverse`), the next
-    # two are in the memory of k near.
+    # For the inverse (inverse.py), found for each chunk (`for_inverse`).
     rows: Any
-    own: Any
-    blocks: Any
-    scaled: Any
-    identity: Any
 
 
 class ChannelBarriers(NamedTuple):
@@ -67,7 +62,7 @@ class ChannelBarriers(NamedTuple):
     empty: Any
     # All have scaled their tokens of q and k, and need the sums of decays no more.
     copied: Any
-    # T is there; all state roles have left their rows of P.
+    # U is there; all state roles have left their rows of P.
     scored: Any
     paired: Any
     # Log decays are there; their sums are; what was left of the chunk before is free, and tokens
@@ -121,15 +116,11 @@ def new_channel_tiles(
     fast = gl.allocate_shared_memory(gl.float32, [1], PLAIN_1D)
     gates = gl.allocate_shared_memory(gl.float32, [SLOTS * GATES, CHUNK], PLAIN_1D)
     # Before Triton 3.7 a tuple has no None: what is not there is another thing that nobody reads.
-    t, rows, own, blocks, scaled, identity = p, p, p, p, p, decays
+    u = p
     if TIED:
-        t = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], SQUARE)
-        more = near_low.index(0)._reinterpret(gl.float16, [2, 4, 16, 16], PLAIN_3D)
-        blocks, scaled = more.index(0), more.index(1)
-        identity = new_identity()
+        u = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], SQUARE)
     return ChannelTiles(
-        q, k, v, t, p, near, near_low, write, o, decays, ends, fast, gates, rows, own, blocks,
-        scaled, identity,
+        q, k, v, u, p, near, near_low, write, o, decays, ends, fast, gates, p
     )  # fmt: skip
 
 
@@ -158,17 +149,12 @@ def decays_of(tiles, i):
 
 @gluon.jit
 def for_inverse(tiles, slot, SLOTS: gl.constexpr):
-    """The tiles with `rows` where T of an earlier chunk was, which all roles have done with.
-
-    And with `own` behind the blocks that invert() finds where T will be.
-    """
-    t = tiles.t
-    rows = t.index((slot + 1) % SLOTS)._reinterpret(gl.float16, [CHUNK, CHUNK], square())
-    own = t.index(slot)._reinterpret(gl.float16, [4, 4, 16, 16], PLAIN_3D).index(2)
+    """The tiles with `rows` where U of an earlier chunk was, which all roles have done with."""
+    u = tiles.u
+    rows = u.index((slot + 1) % SLOTS)._reinterpret(gl.float16, [CHUNK, CHUNK], square())
     return ChannelTiles(
-        tiles.q, tiles.k, tiles.v, t, tiles.p, tiles.near, tiles.near_low, tiles.write, tiles.o,
-        tiles.decays, tiles.ends, tiles.fast, tiles.gates, rows, own, tiles.blocks, tiles.scaled,
-        tiles.identity,
+        tiles.q, tiles.k, tiles.v, u, tiles.p, tiles.near, tiles.near_low, tiles.write, tiles.o,
+        tiles.decays, tiles.ends, tiles.fast, tiles.gates, rows,
     )  # fmt: skip
 
 

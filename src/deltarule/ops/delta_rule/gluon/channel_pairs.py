@@ -145,7 +145,7 @@ def fast_tokens(decays):
 
 @gluon.jit
 def leave_exact(tiles, slot, decays, of, first, tokens, scale, K: gl.constexpr, FORM: gl.constexpr):
-    """P and M of those tokens, in the memory of P and T, in rows; returns the number of others.
+    """P and M of those tokens, in the memory of P and U, in rows; returns the number of others.
 
     `of` points at q, k, 1 / |q| and 1 / |k| of a sequence of so many `tokens`, the chunk's from
     number `first` on.
@@ -157,7 +157,7 @@ def leave_exact(tiles, slot, decays, of, first, tokens, scale, K: gl.constexpr, 
     scores = tiles.p.index(0)._reinterpret(tiles.p.dtype, [CHUNK, CHUNK], PLAIN_1D)
     pairs = scores
     if FORM.TIED:
-        pairs = tiles.t.index(slot)._reinterpret(gl.float16, [CHUNK, CHUNK], PLAIN_1D)
+        pairs = tiles.u.index(slot)._reinterpret(gl.float16, [CHUNK, CHUNK], PLAIN_1D)
     fast = fast_tokens(decays)
     for i in range(fast, CHUNK):
         row = first + i

@@ -1,6 +1,6 @@
-"""The role that goes before the state with a decay per channel: scaled q and k, and T.
+"""The role that goes before the state with a decay per channel: scaled q and k, and U.
 
-    M_ij = (k_i up_i) . (k_j near_j)              for j < i, of which T is made (inverse.py)
+    M_ij = (k_i up_i) . (k_j near_j)              for j < i, of which U is made (inverse.py)
 
 Those of tokens that decay too far come with their rows of P (channel_pairs.py). It scales half
 of the tokens, while the state roles finish the chunk before, and they a quarter each.
@@ -25,7 +25,7 @@ from deltarule.ops.delta_rule.gluon.channel_memory import (
 from deltarule.ops.delta_rule.gluon.channel_pairs import ONE, leave_copies, leave_exact
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, invert
 from deltarule.ops.delta_rule.gluon.memory import BLOCK, CHUNK, product
-from deltarule.ops.delta_rule.gluon.score import blocks_of, leave_blocks
+from deltarule.ops.delta_rule.gluon.score import blocks_of, decayed_blocks
 from deltarule.ops.runtime.gluon_tiles import barrier
 
 
@@ -34,10 +34,6 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
     """What the state roles wait for, chunk by chunk; `of` as in `leave_exact`."""
     tiles, barriers, place, saved = shared
     DECAY_SLOTS: gl.constexpr = tiles.decays.shape[0]
-    if FORM.TIED:
-        LAYOUT: gl.constexpr = product(CHUNK)
-        o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
-        o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         mbarrier.wait(barriers.full.index(slot), phase)
@@ -50,8 +46,8 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
         # `write` and P are those of the chunk before until the state roles have done with it.
         before = i + SLOTS - 1
         empty, phase_before = barriers.empty.index(before % SLOTS), ((before // SLOTS) & 1) ^ 1
-        if not FORM.TIED:
-            mbarrier.wait(barriers.paired.index(0), (i & 1) ^ 1)
+        # No product of P reads `near_low` any more.
+        mbarrier.wait(barriers.paired.index(0), (i & 1) ^ 1)
         fast, far = CHUNK + 0 * i, gl.where(least_sum(decays, K) < -RANGE, 1, 0)
         if far == 1:
             mbarrier.wait(empty, phase_before)
@@ -71,18 +67,14 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
         mbarrier.wait(barriers.copied.index(slot), phase)
         if FORM.TIED:
             own = for_inverse(tiles, slot, SLOTS)
-            leave_pairs(own, slot, fast, i, FORM)
+            minus_l, minus_m = leave_pairs(own, slot, fast, i, FORM)
             barrier()
-            # P is there, and no product reads `near_low`.
-            mbarrier.wait(barriers.paired.index(0), i & 1)
-            t = invert(own, slot, slot, FORM.SAVE)
-            if not FORM.SAVE:
-                t = gl.where(o_i == o_j, 1.0, t)
-            tiles.t.index(slot).store(t.to(tiles.t.dtype))
+            u = invert(own, slot, slot, minus_l, minus_m, FORM.SAVE)
+            tiles.u.index(slot).store(u.to(tiles.u.dtype))
             fence_async_shared()
             mbarrier.arrive(barriers.scored.index(0))
             if FORM.SAVE:
-                n = tiles.t.index(slot)
+                n = tiles.u.index(slot)
                 tma.async_copy_shared_to_global(saved.corrections, [number * CHUNK, 0], n)
     if FORM.SAVE:
         tma.store_wait(0)
@@ -98,10 +90,7 @@ def least_sum(decays, K: gl.constexpr):
 
 @gluon.jit
 def leave_pairs(tiles, slot, fast, i, FORM: gl.constexpr):
-    """- L of the blocks on the diagonal, at the place of T, and the rest of M in `rows`.
-
-    M is made transposed, [j, i], because the substitution wants the columns of its blocks.
-    """
+    """M but its blocks on the diagonal to `rows`, and those as decayed_blocks; all of it [j, i]."""
     LAYOUT: gl.constexpr = product(CHUNK)
     o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -111,9 +100,8 @@ def leave_pairs(tiles, slot, fast, i, FORM: gl.constexpr):
     m = warpgroup_mma(of_chunk(tiles.near_low, i), k, m, is_async=True)
     m = warpgroup_mma_wait(0, deps=(m,))
     if fast < CHUNK:
-        exact = tiles.t.index(slot)._reinterpret(gl.float16, [CHUNK, CHUNK], PLAIN)
+        exact = tiles.u.index(slot)._reinterpret(gl.float16, [CHUNK, CHUNK], PLAIN)
         m = gl.where(o_i < fast, m, exact.permute((1, 0)).load(LAYOUT).to(gl.float32))
     rest = gl.where(o_j // BLOCK < o_i // BLOCK, m, 0.0)
     tiles.rows.permute((1, 0)).store(rest.to(gl.float16))
-    barrier()
-    leave_blocks(tiles, slot, slot, blocks_of(m), FORM)
+    return decayed_blocks(tiles, slot, blocks_of(m), FORM)

@@ -1,10 +1,10 @@
 """The role that keeps 64 rows of a head's state S [V, K] where each channel decays by its own.
 
-    W = beta (V - (S (k up)^T)^T 2^-SHIFT)        X = T W
+    W = beta (V - (S (k up)^T)^T 2^-SHIFT)        X = W + U W
     O = scale (S (q up)^T)^T 2^-SHIFT + P X        S <- S Diag(2^c_end) + X^T (k rest)
 
 or with SAVE, as in state.py, E = F + N beta F of F = V - (S (k up)^T)^T 2^-SHIFT and X = beta E,
-with T or N of the score role (channel_score.py), and q and k scaled by all of them; without an
+with U or N of the score role (channel_score.py), and q and k scaled by all of them; without an
 erase X = V. Each role makes its share of the rows of P (channel_pairs.py). All is transposed, as
 in state.py.
 """
@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from deltarule.ops.delta_rule.gluon.channel_memory import UNSHIFT, decays_of, of_chunk
 from deltarule.ops.delta_rule.gluon.channel_pairs import ONE, leave_copies, leave_scores
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, GATE, GATES, VALUES, product, rows_of_state
+from deltarule.ops.delta_rule.gluon.state import widened
 from deltarule.ops.runtime.gluon_tiles import barrier
 
 # [64, K] of S with eight channels a lane: the numbers of a product, moved between four lanes.
@@ -87,11 +88,11 @@ def channel_state_role(
             o = warpgroup_mma_wait(1, deps=(o,))
             o = o * read
             erased = warpgroup_mma_wait(0, deps=(erased,))
-            w, f = corrected(tiles, gate, v, erased, zero, FORM)
+            w, f = corrected(tiles, gate, v, erased, FORM)
             right = gl.convert_layout(w.to(dtype), OF_TOKENS)
             mbarrier.wait(barriers.scored.index(0), i & 1)
-            t = tiles.t.index(slot).permute((1, 0))
-            x = warpgroup_mma(right, t, f, use_acc=FORM.SAVE, is_async=True)
+            u = tiles.u.index(slot).permute((1, 0))
+            x = warpgroup_mma(right, u, f, is_async=True)
             s = s * tiles.ends.index(slot).load(gl.SliceLayout(0, STATE))[None, :]
             x = warpgroup_mma_wait(0, deps=(x,))
             if FORM.SAVE:
@@ -129,7 +130,7 @@ def channel_state_role(
 
 
 @gluon.jit
-def corrected(tiles, gate, v, erased, f, FORM: gl.constexpr):
+def corrected(tiles, gate, v, erased, FORM: gl.constexpr):
     """W; with SAVE also F, which E begins with."""
     TOKEN: gl.constexpr = gl.SliceLayout(0, product(CHUNK))
     beta = tiles.gates.index(gate + GATE.BETA).load(TOKEN)[None, :]
@@ -139,6 +140,8 @@ def corrected(tiles, gate, v, erased, f, FORM: gl.constexpr):
     else:
         erase = tiles.gates.index(gate + GATE.ERASE).load(TOKEN)[None, :]
         w = v.to(gl.float32) * beta - erased * erase
+        # As in state.py.
+        f = widened(w.to(tiles.q.dtype))
     return w, f
 
 

@@ -18,7 +18,7 @@ and with a decay per channel, with roles of scores, states and gates of their ow
                         v                                        |
     gates ---- b ... -> slot -> score ------ may go on --> state roles
     gates ------ sums --------> score <-- q, k scaled ---> state roles <-- P --> each other
-                        ^       score -------- T --------> state roles
+                        ^       score -------- U --------> state roles
                         |                                        |
                         +---------------- empty -----------------+
 
@@ -38,7 +38,7 @@ from deltarule.ops.delta_rule.gluon.channel_memory import (
 from deltarule.ops.delta_rule.gluon.channel_score import channel_score_role
 from deltarule.ops.delta_rule.gluon.channel_state import channel_state_role
 from deltarule.ops.delta_rule.gluon.gates import gate_role
-from deltarule.ops.delta_rule.gluon.inverse import PLAIN_1D, PLAIN_3D, new_identity
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import (
     BLOCKS,
     CHUNK,
@@ -121,23 +121,17 @@ def new_tiles(
     gates = gl.allocate_shared_memory(gl.float32, [GATE_SLOTS * GATES, CHUNK], PLAIN_1D)
     sums = gl.allocate_shared_memory(gl.float32, [CHUNK], PLAIN_1D)
     # Before Triton 3.7 a tuple has no None: what is not there is another thing that nobody reads.
-    t, before, rows, own, blocks, scaled, identity = p, p, p, p, p, p, p
+    u, before, rows = p, p, p
     saved, errors = o, o
     if SAVE and PARTS > 0:
         saved = gl.allocate_shared_memory(dtype, [PARTS, VALUES, K], SQUARE)
         if TIED:
             errors = gl.allocate_shared_memory(dtype, [PARTS, CHUNK, VALUES], SQUARE)
     if TIED:
-        t = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], SQUARE)
+        u = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], SQUARE)
         rows = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], SQUARE)
-        own = gl.allocate_shared_memory(gl.float16, [4, 16, 16], PLAIN_3D) if SAVE else rows
-        blocks = gl.allocate_shared_memory(gl.float16, [4, 16, 16], PLAIN_3D)
-        scaled = gl.allocate_shared_memory(gl.float16, [4, 16, 16], PLAIN_3D)
         before = gl.allocate_shared_memory(gl.float32, [GATE_SLOTS, BLOCKS * CHUNK], PLAIN_1D)
-        identity = new_identity()
-    return Tiles(
-        q, k, v, t, p, o, saved, errors, gates, sums, before, rows, own, blocks, scaled, identity,
-    )  # fmt: skip
+    return Tiles(q, k, v, u, p, o, saved, errors, gates, sums, before, rows)
 
 
 @gluon.jit

@@ -1,19 +1,22 @@
-"""T = (I + L)^-1 of a chunk, L = B M strictly lower, B = Diag(beta); in three steps.
+"""U = T - I of a chunk, T = (I + L)^-1, L = B M strictly lower, B = Diag(beta); by doublings.
 
-The blocks of 16 rows on the diagonal by substitution, a block a warp and a column a lane, float32:
+With T_s that of the blocks of s rows on the diagonal, and U_s = - T_s L of all columns, in whose
+own columns it is T_s - I:
 
-    X = I;  X_r <- X_r - L_ri X_i           for the columns i in order, and all rows r after i
+    U_1 = - L            U_2s = U_s + (U_s)_21 U_s            U_64 = U
 
-With U = T - I, and U_s = - T_s L of all columns with T_s of the blocks of s rows (in whose own
-columns it is T_s - I), rows of 16 and then two doublings, in which the operands of the products are
-rounded to float16, by instructions of a warp that want no fence and are not waited for:
+First up to 16 rows, of the blocks on the diagonal alone, a block a warp: U and its transpose are
+both kept, so that all operands are in registers. Then rows of 16, and two doublings more:
 
-    U_16 = - T_16 L                         U_2s = U_s + (U_s)_21 U_s
+    U_16 = - T_16 L
+
+Operands are rounded to float16; instructions of a warp want no fence and are not waited for. Powers
+of L would be fewer products, whose sum cancels where keys are alike, which float16 does not bear.
 
 For a backward N is made, T = I + B N, which no beta of 0 hides: with L = M B, whose inverse is
 I + N B,
 
-    N_16 = - X_16 M                         N_2s = N_s + (N_s)_21 B N_s
+    N_16 = - T_16 M                         N_2s = N_s + (N_s)_21 B N_s
 """
 
 from triton.experimental import gluon
@@ -27,40 +30,11 @@ from deltarule.ops.runtime.gluon_tiles import barrier
 BATCH = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
 # Of products of 64 rows, 16 a warp, by a block's 16 columns.
 BY_BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
-# [block, column]: a block a warp, a column a lane (the upper lanes do what the lower ones do).
-COLUMNS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [], [[0, 1], [0, 2], [0, 4], [0, 8], [0, 0]], [[1, 0], [2, 0]], [], [4, 16]
-    )
-)
-# [block, column, row] alike, the rows of a column in registers.
-STACK = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]],
-        [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [0, 0, 0]],
-        [[1, 0, 0], [2, 0, 0]], [], [4, 16, 16],
-    )
-)  # fmt: skip
-# [block, row]: four rows of a block in every lane of its warp.
-FOUR = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]], [[0, 0]] * 5, [[1, 0], [2, 0]], [], [4, 4]
-    )
-)  # fmt: skip
+# Left and right operands of the former.
+LEFT = gl.constexpr(gl.DotOperandLayout(0, BATCH, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, BATCH, 2))
 PLAIN_1D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-PLAIN_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-
-
-@gluon.jit
-def new_identity():
-    """I [16, 16] in shared memory."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
-    identity = gl.allocate_shared_memory(gl.float32, [16, 16], PLAIN)
-    row = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
-    column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
-    identity.store(gl.where(row == column, 1.0, 0.0))
-    return identity
 
 
 @gluon.jit
@@ -79,96 +53,60 @@ def joined(x):
 
 
 @gluon.jit
-def in_lanes(a, b, c, d):
-    """Four rows [block, column], each a register."""
-    return (
-        gl.convert_layout(a, COLUMNS), gl.convert_layout(b, COLUMNS),
-        gl.convert_layout(c, COLUMNS), gl.convert_layout(d, COLUMNS),
-    )  # fmt: skip
+def product_of_blocks(a, transposed, total):
+    """total + a b of blocks [block, row, column], b by its transpose: no lane wants another's.
 
-
-@gluon.jit
-def eliminate(column, x_i, quad, ROW: gl.constexpr, QUAD: gl.constexpr):
-    """The rows of a quad of X, less L_ri x_i for those after row i."""
-    LANES: gl.constexpr = gl.SliceLayout(1, COLUMNS)
-    x_a, x_b, x_c, x_d = quad
-    if 4 * QUAD + 3 > ROW:
-        # - L_ri of the rows r of the quad, the same in all lanes of a warp.
-        l_a, l_b, l_c, l_d = four(
-            gl.reshape(column.slice(4 * QUAD, 4, dim=1).load(FOUR), [4, 2, 2])
-        )
-        l_a = gl.expand_dims(gl.convert_layout(l_a, LANES), 1)
-        l_b = gl.expand_dims(gl.convert_layout(l_b, LANES), 1)
-        l_c = gl.expand_dims(gl.convert_layout(l_c, LANES), 1)
-        l_d = gl.expand_dims(gl.convert_layout(l_d, LANES), 1)
-        if 4 * QUAD > ROW:
-            x_a += l_a * x_i
-        if 4 * QUAD + 1 > ROW:
-            x_b += l_b * x_i
-        if 4 * QUAD + 2 > ROW:
-            x_c += l_c * x_i
-        x_d += l_d * x_i
-    return x_a, x_b, x_c, x_d
-
-
-@gluon.jit
-def invert_blocks(minus_l, identity, factor, out, scaled):
-    """X of the blocks of 16 rows to `out`, and with columns times `factor` to `scaled`.
-
-    minus_l [i, block, r] holds - L_ri, and zero where r <= i; X is left as [block, column, row].
+    The registers of a sum are those of a left operand, and its transpose's those of a right one.
     """
-    # From shared memory: as constants the identity would be kept in registers that are not there.
-    rows = gl.expand_dims(identity.load(gl.SliceLayout(0, STACK)), 0)
-    rows = gl.reshape(rows + gl.zeros([4, 16, 16], gl.float32, STACK), [4, 16, 2, 2, 2, 2])
-    a, b, c, d = four(rows)
-    a, b, c, d = four(a), four(b), four(c), four(d)
-    x = (
-        in_lanes(a[0], b[0], c[0], d[0]), in_lanes(a[1], b[1], c[1], d[1]),
-        in_lanes(a[2], b[2], c[2], d[2]), in_lanes(a[3], b[3], c[3], d[3]),
-    )  # fmt: skip
-    for row in gl.static_range(15):
-        column, x_i = minus_l.index(row), x[row // 4][row % 4]
-        x = (
-            eliminate(column, x_i, x[0], row, 0), eliminate(column, x_i, x[1], row, 1),
-            eliminate(column, x_i, x[2], row, 2), eliminate(column, x_i, x[3], row, 3),
-        )  # fmt: skip
-    a, b, c, d = (
-        joined((x[0][0], x[1][0], x[2][0], x[3][0])), joined((x[0][1], x[1][1], x[2][1], x[3][1])),
-        joined((x[0][2], x[1][2], x[2][2], x[3][2])), joined((x[0][3], x[1][3], x[2][3], x[3][3])),
-    )  # fmt: skip
-    inverse = gl.convert_layout(gl.reshape(joined((a, b, c, d)), [4, 16, 16]), STACK)
-    out.store(inverse.to(gl.float16))
-    scaled.store(
-        (inverse * gl.expand_dims(factor.load(gl.SliceLayout(2, STACK)), 2)).to(gl.float16)
-    )
+    a, b = a.to(gl.float16), gl.permute(transposed.to(gl.float16), (0, 2, 1))
+    return mma_v2(gl.convert_layout(a, LEFT), gl.convert_layout(b, RIGHT), total)
 
 
 @gluon.jit
-def invert(tiles, slot, gate_slot, SAVE: gl.constexpr):
-    """U, or with SAVE N [64, 64], of what leave_m left."""
-    at_t = tiles.t.index(slot)
-    minus_l = at_t._reinterpret(gl.float32, [BLOCK, BLOCKS, BLOCK], PLAIN)
+def rows_and_columns():
+    """Of the numbers of a block, [1, row, 1] and [1, 1, column]."""
+    row = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, BATCH)))[None, :, None]
+    column = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, BATCH)))[None, None, :]
+    return row, column
+
+
+@gluon.jit
+def invert_blocks(u_t):
+    """T - I of the blocks of 16 rows, of their - L transposed [block, column, row]."""
+    row, column = rows_and_columns()
+    zero = gl.zeros([BLOCKS, BLOCK, BLOCK], gl.float32, BATCH)
+    one = gl.where(row == column, 1.0, zero)
+    # U = I (U^T)^T, as the sum of two numbers of 16 bits, which has the digits of both.
+    low = u_t - u_t.to(gl.float16).to(gl.float32)
+    u = product_of_blocks(one, low, product_of_blocks(one, u_t, zero))
+    for level in gl.static_range(4):
+        # (U_s)_21: of two blocks that follow each other the second's rows, the first's columns.
+        second = (row // 2**level % 2 == 1) & ((row ^ column) // 2**level == 1)
+        u_21 = gl.where(second, u, 0.0)
+        u, u_t = product_of_blocks(u_21, u_t, u), product_of_blocks(u_t, u_21, u_t)
+    return u
+
+
+@gluon.jit
+def invert(tiles, slot, gate_slot, minus_l, minus_m, SAVE: gl.constexpr):
+    """U, or with SAVE N [64, 64], of what leave_m left and returned."""
+    u = invert_blocks(minus_l)
+    row, column = rows_and_columns()
+    t = gl.where(row == column, 1.0, u)
     factor = tiles.gates.index(gate_slot * GATES + GATE.FACTOR).reshape([BLOCKS, BLOCK])
-    invert_blocks(minus_l, tiles.identity, factor, tiles.blocks, tiles.scaled)
-    barrier()
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, BATCH, 2)
-    left = tiles.scaled.permute((0, 2, 1)).load(LEFT)
-    right = tiles.rows.reshape([BLOCKS, BLOCK, CHUNK]).load(gl.DotOperandLayout(1, BATCH, 2))
-    u = mma_v2(left, right, gl.zeros([BLOCKS, BLOCK, CHUNK], gl.float32, BATCH))
-    left = tiles.blocks.permute((0, 2, 1)).load(LEFT)
+    left = t * gl.expand_dims(factor.load(gl.SliceLayout(1, BATCH)), 1)
+    right = tiles.rows.reshape([BLOCKS, BLOCK, CHUNK]).load(RIGHT)
+    zero = gl.zeros([BLOCKS, BLOCK, CHUNK], gl.float32, BATCH)
+    rows = mma_v2(gl.convert_layout(left.to(gl.float16), LEFT), right, zero)
+    own, beta = u, 1.0
     if SAVE:
-        right = tiles.own.permute((0, 2, 1)).load(gl.DotOperandLayout(1, BATCH, 2))
-        own = mma_v2(left, right, gl.zeros([BLOCKS, BLOCK, BLOCK], gl.float32, BATCH))
+        own = product_of_blocks(t, minus_m, gl.zeros([BLOCKS, BLOCK, BLOCK], gl.float32, BATCH))
         beta = tiles.gates.index(gate_slot * GATES + GATE.BETA)
         beta = beta.load(gl.SliceLayout(1, product(CHUNK)))[:, None]
-    else:
-        own = gl.convert_layout(left, BATCH).to(gl.float32)
-        o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, BATCH)))[None, :, None]
-        o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, BATCH)))[None, None, :]
-        own, beta = gl.where(o_i == o_j, 0.0, own), 1.0
-    u = with_blocks(u, own)
-    # T is not known yet, and its slot free again.
-    room = at_t._reinterpret(gl.float16, [CHUNK, CHUNK], at_t.layout)
+    u = with_blocks(rows, own)
+    # U is not known yet, and its slot free again.
+    at_u = tiles.u.index(slot)
+    room = at_u._reinterpret(gl.float16, [CHUNK, CHUNK], at_u.layout)
     return double_twice(u, beta, room, tiles.rows, SAVE)
 
 
@@ -179,22 +117,20 @@ def double_twice(u, beta, of_16, of_32, SAVE: gl.constexpr):
     In a tile for each level lies beta U, for the warps of other rows.
     """
     block = gl.arange(0, CHUNK, gl.SliceLayout(1, BY_BLOCK))[:, None] // BLOCK
+    of_16.store((u * beta).to(gl.float16))
     a, b, c, d = four(gl.permute(gl.reshape(u, [CHUNK, 2, 2, BLOCK]), (0, 3, 1, 2)))
     a, b = gl.convert_layout(a, BY_BLOCK), gl.convert_layout(b, BY_BLOCK)
     c, d = gl.convert_layout(c, BY_BLOCK), gl.convert_layout(d, BY_BLOCK)
     if SAVE:
         beta = gl.convert_layout(beta, BY_BLOCK)
-    leave_column(of_16, 0, a * beta)
-    leave_column(of_16, 1, b * beta)
-    leave_column(of_16, 2, c * beta)
     second, fourth = of_rows(a, block == 1), of_rows(c, block == 3)
     barrier()
     a = add_product(a, second, of_16, 0, 0)
     a = add_product(a, fourth, of_16, 2, 0)
     b = add_product(b, fourth, of_16, 2, 1)
     c = add_product(c, fourth, of_16, 2, 2)
-    leave_column(of_32, 0, a * beta)
-    leave_column(of_32, 1, b * beta)
+    half = gl.reshape(gl.permute(gl.join(a * beta, b * beta), (0, 2, 1)), [CHUNK, 2 * BLOCK])
+    of_32.slice(0, 2 * BLOCK, dim=1).store(half.to(gl.float16))
     first, second = of_rows(a, block >= 2), of_rows(b, block >= 2)
     barrier()
     a = add_product(a, first, of_32, 0, 0)
@@ -202,11 +138,6 @@ def double_twice(u, beta, of_16, of_32, SAVE: gl.constexpr):
     b = add_product(b, second, of_32, 1, 1)
     u = gl.permute(joined((a, b, c, d)), (0, 2, 3, 1))
     return gl.convert_layout(gl.reshape(u, [CHUNK, CHUNK]), product(CHUNK))
-
-
-@gluon.jit
-def leave_column(tile, COLUMN: gl.constexpr, x):
-    tile.slice(COLUMN * BLOCK, BLOCK, dim=1).store(x.to(gl.float16))
 
 
 @gluon.jit

@@ -27,8 +27,8 @@ Tiles = namedtuple(
     "Tiles",
     # [SLOTS, 64 / n, K], [SLOTS, 64, K] and [SLOTS * V / 64, 64, 64].
     "q k v "
-    # [SLOTS, 64, 64]: T with an erase, or with SAVE N; [2 or SLOTS, 64 / n, 64]: P.
-    "t p "
+    # [SLOTS, 64, 64]: U with an erase, or with SAVE N; [2 or SLOTS, 64 / n, 64]: P.
+    "u p "
     # [V / 64, 64 / n, 64]: o, of the chunk before the one that is being worked out.
     "o "
     # With SAVE [V / 64, 64, K] and, with an erase, [V / 64, 64, 64]: S and E on their way out.
@@ -39,8 +39,8 @@ Tiles = namedtuple(
     "sums "
     # [SLOTS, 4 * 64] float32, with an erase: what is left of a token where a later block begins.
     "before "
-    # For the inverse: [64, 64] and thrice [4, 16, 16] in float16, and I [16, 16] in float32.
-    "rows own blocks scaled identity",
+    # For the inverse: [64, 64] in float16.
+    "rows",
 )
 
 # Barriers of each slot (the first three), of each tile of P, and of each state role's o.
@@ -48,7 +48,7 @@ Barriers = namedtuple(
     "Barriers",
     # q, k, v and the gates are there; the state roles have done with all of it.
     "full empty "
-    # T or N, or without an erase P, is there.
+    # U or N, or without an erase P, is there.
     "scored "
     # All state roles have left their rows of P.
     "paired "

@@ -1,4 +1,4 @@
-"""The role that goes before the state: T or N (inverse.py), or P where nothing is erased.
+"""The role that goes before the state: U or N (inverse.py), or P where nothing is erased.
 
     M_ij = decay(j, i] k_i . k_j / (|k_i| |k_j|)            for j < i, and 0 for the others
     P_ij = scale decay(j, i] q_i . k_j / (|q_i| |k_j|)      for j <= i, and 0 for the others
@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltarule.ops.delta_rule.gluon.inverse import (
     BATCH,
-    PLAIN_3D,
     four,
     invert,
 )
@@ -92,10 +91,6 @@ def score_role(shared, scale, places, SLOTS: gl.constexpr, FORM: gl.constexpr):
     tiles, barriers, place, saved = shared
     TIED: gl.constexpr = FORM.TIED
     SAVE: gl.constexpr = FORM.SAVE and (TIED or FORM.SCORES)
-    if TIED:
-        LAYOUT: gl.constexpr = product(CHUNK)
-        o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
-        o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         mbarrier.wait(barriers.full.index(slot), phase)
@@ -104,12 +99,10 @@ def score_role(shared, scale, places, SLOTS: gl.constexpr, FORM: gl.constexpr):
             tma.store_wait(SLOTS - 1)
             barrier()
         if TIED:
-            leave_m(tiles, slot, slot, places, i & 1, FORM)
+            minus_l, minus_m = leave_m(tiles, slot, slot, places, i & 1, FORM)
             barrier()
-            t = invert(tiles, slot, slot, SAVE)
-            if not SAVE:
-                t = gl.where(o_i == o_j, 1.0, t)
-            tiles.t.index(slot).store(t.to(tiles.t.dtype))
+            u = invert(tiles, slot, slot, minus_l, minus_m, SAVE)
+            tiles.u.index(slot).store(u.to(tiles.u.dtype))
         else:
             kq = start_pairs(tiles, slot, places, 0, CHUNK // FORM.STEPS)
             finish_pairs(tiles, slot, slot, scale, kq, places, i & 1, 0, CHUNK // FORM.STEPS, FORM)
@@ -117,7 +110,7 @@ def score_role(shared, scale, places, SLOTS: gl.constexpr, FORM: gl.constexpr):
         mbarrier.arrive(barriers.scored.index(slot))
         row = (place.slot + i * place.value_heads) // FORM.PER_GATE * CHUNK
         if SAVE and TIED:
-            tma.async_copy_shared_to_global(saved.corrections, [row, 0], tiles.t.index(slot))
+            tma.async_copy_shared_to_global(saved.corrections, [row, 0], tiles.u.index(slot))
         elif SAVE:
             tma.async_copy_shared_to_global(saved.scores, [row, 0], tiles.p.index(slot))
     if SAVE:
@@ -126,20 +119,21 @@ def score_role(shared, scale, places, SLOTS: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def leave_m(tiles, slot, gate_slot, places, phase, FORM: gl.constexpr):
-    """- L of the blocks on the diagonal, in float32, at the slot of T; the rest of M in `rows`.
+    """M but its blocks on the diagonal to `rows`, and - L and - M of those, as decayed_blocks.
 
-    That is in float16 and without the FACTOR of its rows (gates.py).
+    That in `rows` is in float16 and without the FACTOR of its rows (gates.py).
     """
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, product(CHUNK))
     k = tiles.k.index(slot)
     kk = start(places.pairs, k, k.permute((1, 0)), zero, False)
     tell(places.has_pairs)
     kk = value(finish((kk,), places.has_pairs, phase), product(CHUNK))
-    leave_blocks(tiles, slot, gate_slot, blocks_of(kk), FORM)
+    minus_l, minus_m = decayed_blocks(tiles, gate_slot, blocks_of(kk), FORM)
     before = tiles.before.index(gate_slot).reshape([BLOCKS, CHUNK]).load(gl.SliceLayout(1, BATCH))
     kk = gl.convert_layout(gl.reshape(kk, [BLOCKS, BLOCK, CHUNK]), BATCH)
     kk = gl.reshape(kk * gl.expand_dims(before, 1), [CHUNK, CHUNK])
     tiles.rows.store(gl.convert_layout(kk, product(CHUNK)).to(gl.float16))
+    return minus_l, minus_m
 
 
 @gluon.jit
@@ -155,11 +149,10 @@ def blocks_of(x):
 
 
 @gluon.jit
-def leave_blocks(tiles, slot, gate_slot, kk, FORM: gl.constexpr):
-    """- L of the blocks on the diagonal, in float32, of their k_j . k_i [block, j, i]; SAVE: - M.
+def decayed_blocks(tiles, gate_slot, kk, FORM: gl.constexpr):
+    """- L of the blocks on the diagonal, of their k_j . k_i [block, j, i]; with SAVE - M, too.
 
-    The substitution wants the columns of those blocks. K K^T is symmetric: they are computed as
-    rows of the transposed block, and need not be moved between lanes.
+    Both are transposed, as right operands of products of blocks are. K K^T is symmetric.
     """
     I: gl.constexpr = gl.SliceLayout(1, BATCH)
     J: gl.constexpr = gl.SliceLayout(2, BATCH)
@@ -177,11 +170,10 @@ def leave_blocks(tiles, slot, gate_slot, kk, FORM: gl.constexpr):
             kk *= gl.expand_dims(of_blocks(tiles, gate + GATE.WRITE, J), 2)
     # A choice, because a power for i < j may be infinite.
     kk = gl.where(o_i > o_j, kk, 0.0)
+    minus_l = kk
     if FORM.SAVE:
-        tiles.own.store(kk.to(gl.float16))
-        kk *= gl.expand_dims(of_blocks(tiles, gate + GATE.BETA, J), 2)
-    room = tiles.t.index(slot)._reinterpret(gl.float32, [BLOCK, BLOCKS, BLOCK], PLAIN_3D)
-    room.permute((1, 0, 2)).store(kk)
+        minus_l *= gl.expand_dims(of_blocks(tiles, gate + GATE.BETA, J), 2)
+    return minus_l, kk
 
 
 @gluon.jit

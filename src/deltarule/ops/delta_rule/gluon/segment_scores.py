@@ -70,16 +70,16 @@ def pair_role(shared, of_gates, scale, places, FORM: gl.constexpr):
         if FORM.SCORES:
             kq = start_pairs(tiles, 0, places, 0, CHUNK)
             finish_pairs(tiles, i % 2, 0, scale, kq, places, phase, 0, CHUNK, FORM)
-        leave_m(tiles, 0, i % 2, places, phase, FORM)
+        minus_l, minus_m = leave_m(tiles, 0, i % 2, places, phase, FORM)
         # A barrier of the role, too.
         mbarrier.arrive(barriers.empty.index(0))
-        n = invert(tiles, 0, i % 2, True)
-        tiles.t.index(0).store(n.to(tiles.t.dtype))
+        n = invert(tiles, 0, i % 2, minus_l, minus_m, True)
+        tiles.u.index(0).store(n.to(tiles.u.dtype))
         fence_async_shared()
         mbarrier.arrive(empty.index(i % 2))
         if FORM.SCORES:
             tma.async_copy_shared_to_global(saved.scores, [row, 0], tiles.p.index(0))
-        tma.async_copy_shared_to_global(saved.corrections, [row, 0], tiles.t.index(0))
+        tma.async_copy_shared_to_global(saved.corrections, [row, 0], tiles.u.index(0))
     tma.store_wait(0)
 
 

@@ -1,16 +1,16 @@
 """The role that keeps 64 rows of a head's state S [V, K] in registers and goes through the chunks.
 
-    W = beta V - erase (S K^T)^T      X = T W      O = read (S Q^T)^T + P X
+    W = beta V - erase (S K^T)^T      X = W + U W      O = read (S Q^T)^T + P X
     S <- end S + (write X)^T K
 
-with T of the score role and the scalings of the gate role (gates.py); without an erase X = V. With
+with U of the score role and the scalings of the gate role (gates.py); without an erase X = V. With
 SAVE
 
     F = V - erase (S K^T)^T      E = F + N beta F      X = beta E
 
 and S at the chunks' starts, E and P are left for a backward. S is a float32 sum of products, and
 their left operand once it is rounded: so everything here is transposed, with values as rows and
-tokens as columns. With an erase, when the score role has T to make, each of the V / 64 state roles
+tokens as columns. With an erase, when the score role has U to make, each of the V / 64 state roles
 makes its share of the rows of P.
 """
 
@@ -230,6 +230,15 @@ def updated(
 
 
 @gluon.jit
+def widened(x):
+    """bfloat16 in float32: of the two of a register, one takes a shift and one a mask."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], dtype=gl.float32,
+        is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
 def written_values(
     shared, at, places, s, v, erased, zero, PART: gl.constexpr, PARTS: gl.constexpr,
     K: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr,
@@ -241,7 +250,7 @@ def written_values(
     TOKENS: gl.constexpr = product(CHUNK)
     TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
     dtype: gl.constexpr = tiles.q.dtype
-    gate, f = slot * GATES, zero
+    gate = slot * GATES
     erased *= tiles.gates.index(gate + GATE.ERASE).load(TOKEN)[None, :]
     beta = tiles.gates.index(gate + GATE.BETA).load(TOKEN)[None, :]
     if FORM.SAVE:
@@ -249,6 +258,8 @@ def written_values(
         w = f * beta
     else:
         w = v.to(gl.float32) * beta - erased
+        # Rounded as U's operand: an error of W is then one of v, which an erase forgets.
+        f = widened(w.to(dtype))
     right = operand(places.low_values, w.to(dtype), gl.DotOperandLayout(0, TOKENS, 2))
     if FORM.SCORES:
         pairs = tiles.p.index(pair_slot)
@@ -257,8 +268,8 @@ def written_values(
         row = number // FORM.PER_GATE * CHUNK + PART * ROWS
         tma.async_copy_shared_to_global(saved.scores, [row, 0], pairs)
     mbarrier.wait(barriers.scored.index(slot), (i // SLOTS) & 1)
-    t = tiles.t.index(slot).permute((1, 0))
-    x = start(places.erased, right, t, f, FORM.SAVE)
+    u = tiles.u.index(slot).permute((1, 0))
+    x = start(places.erased, right, u, f)
     tell(places.has_values)
     s = decayed(tiles, gate, places, s, K, FORM.DECAY)
     x = value(finish((x,), places.has_values, i & 1), TOKENS)
