@@ -669,6 +669,11 @@ def interpreted(kernel: Any, machine: Machine, known: dict[Any, Any] | None = No
     return function
 
 
+def bare(x: Any) -> Any:
+    """A constant as it was before its parts were said to be some."""
+    return type(x)(*(getattr(y, "value", y) for y in x)) if isinstance(x, tuple) else x
+
+
 def interpret_launches(
     monkeypatch: pytest.MonkeyPatch, seed: Callable[[], int], roles: bool = True
 ) -> None:
@@ -683,7 +688,7 @@ def interpret_launches(
         for place, width, tile in self.tiles:
             name = self.kernel.arg_names[place]
             named[name] = Descriptor(named[name], width, tile, not roles)
-        known = {name: x for name, x in self.constants.items() if name in self.kernel.arg_names}
+        known = {x: bare(self.constants[x]) for x in self.kernel.arg_names if x in self.constants}
         run(self.kernel, grid[0], named | known, seed(), roles)
 
     monkeypatch.setattr(FusedLaunch, "__call__", call)

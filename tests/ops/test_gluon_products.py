@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, product
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form, product
 from deltarule.ops.delta_rule.gluon.products import (
     finish,
     operand,
@@ -64,12 +64,12 @@ def products_role(
 
 @gluon.jit
 def products_kernel(
-    x, b, out, TENSOR: gl.constexpr, BEFORE: gl.constexpr = True, TOLD: gl.constexpr = True,
+    x, b, out, FORM: gl.constexpr, BEFORE: gl.constexpr = True, TOLD: gl.constexpr = True,
     WAIT: gl.constexpr = True,
 ):  # fmt: skip
     """One role alone."""
     tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], square())
-    places = state_places(gl.bfloat16, CHUNK, CHUNK, CHUNK, False, TENSOR)
+    places = state_places(gl.bfloat16, FORM)
     gl.warp_specialize(
         [(products_role, (x, b, out, tile, places, BEFORE, TOLD, WAIT))], [], []
     )  # fmt: skip
@@ -80,7 +80,8 @@ def computed(tensor: bool, seed: int = 0, **options: bool) -> tuple[Tensor, Tens
     x = torch.randint(-3, 4, (64, 64)).float()
     b = torch.randint(-1, 2, (64, 64)).to(torch.bfloat16) * 0.125
     out = torch.full((64, 64), torch.nan)
-    launched(products_kernel, 1, {"x": x, "b": b, "out": out, "TENSOR": tensor, **options}, seed)
+    form = Form(TIED=False, DECAY=False, UNIT=False, ENDS="whole", K=64, PARTS=1, TENSOR=tensor)
+    launched(products_kernel, 1, {"x": x, "b": b, "out": out, "FORM": form, **options}, seed)
     total = x.double() + x.double() @ b.double() + 1.0
     return out, total + total.bfloat16().double() @ b.double()
 

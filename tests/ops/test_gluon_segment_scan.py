@@ -272,7 +272,9 @@ def test_only_first_segments_start_before_others_end(monkeypatch) -> None:
     call = call_of(case_of(tokens=CHUNK))
 
     def starts(goal: str, places: str) -> bool:
-        return segment_scan_stage.scan_launch(call, goal, False, places).constants["launch_pdl"]
+        return segment_scan_stage.scan_launch(call, goal, False, places, True, False).constants[
+            "launch_pdl"
+        ]
 
     assert starts("outputs", "first")
     others = [("ends", "later"), ("outputs", "later"), ("ends", "all"), ("outputs", "all")]

@@ -15,9 +15,7 @@ in registers, as in state.py; for the gradients they share columns, as in gradie
 """
 
 from collections import namedtuple
-from typing import Any
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -35,7 +33,6 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     Tiles,
     halves,
     load_lent_state,
-    load_state,
 )
 from deltarule.ops.delta_rule.gluon.gradients import (
     diagonal_halves,
@@ -49,8 +46,15 @@ from deltarule.ops.delta_rule.gluon.gradients import (
     sums_of_halves,
 )
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form, packed_bounds, rows_of_state
-from deltarule.ops.delta_rule.gluon.movers import load, store
+from deltarule.ops.delta_rule.gluon.memory import (
+    CHUNK,
+    grid,
+    packed_bounds,
+    product,
+    rows_of_state,
+    single_barriers,
+)
+from deltarule.ops.delta_rule.gluon.movers import load, load_rows, room, store
 from deltarule.ops.delta_rule.triton.tiles import SUM
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, present, square
 
@@ -69,12 +73,6 @@ Barriers = namedtuple(
 #
 # `opens`: its sequence begins with it.
 Stretch = namedtuple("Stretch", "token tokens chunks number head heads opens")
-
-
-@triton.constexpr_function
-def all_rows(columns: int) -> Any:
-    """The sums of a product of 128 rows by 8 warps."""
-    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16])
 
 
 @gluon.jit
@@ -101,17 +99,17 @@ def of_chunk(tiles, n):
 
 
 @gluon.jit
-def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+def new_tiles(dtype: gl.constexpr, FORM: gl.constexpr):
     """Shared memory for all tiles: q, k, P with GP, N with GM and the factors have two slots."""
     SQUARE: gl.constexpr = square()
-    d_o = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
-    errors = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
-    d_errors = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
+    d_o = gl.allocate_shared_memory(dtype, [1, CHUNK, FORM.V], SQUARE)
+    errors = gl.allocate_shared_memory(dtype, [1, CHUNK, FORM.V], SQUARE)
+    d_errors = gl.allocate_shared_memory(dtype, [1, CHUNK, FORM.V], SQUARE)
     factors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], PLAIN_1D)
-    states = gl.allocate_shared_memory(dtype, [1, V, K], SQUARE)
-    d_states = gl.allocate_shared_memory(dtype, [1, V, K], SQUARE)
-    q = gl.allocate_shared_memory(dtype, [2, CHUNK, K], SQUARE)
-    k = gl.allocate_shared_memory(dtype, [2, CHUNK, K], SQUARE)
+    states = gl.allocate_shared_memory(dtype, [1, FORM.V, FORM.K], SQUARE)
+    d_states = gl.allocate_shared_memory(dtype, [1, FORM.V, FORM.K], SQUARE)
+    q = gl.allocate_shared_memory(dtype, [2, CHUNK, FORM.K], SQUARE)
+    k = gl.allocate_shared_memory(dtype, [2, CHUNK, FORM.K], SQUARE)
     read_pairs = gl.allocate_shared_memory(dtype, [2, CHUNK, CHUNK], SQUARE)
     erase_pairs, sums = read_pairs, factors
     if FORM.TIED:
@@ -161,90 +159,82 @@ def decay_role(shared, of, FORM: gl.constexpr):
 
 
 @gluon.jit
-def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+def load_role(shared, of, FORM: gl.constexpr):
     """One warp: every tile to where it is used, in the order in which places become free."""
     tiles, barriers, work = shared
     q, k, d_o, errors, states, lower_states, scores, corrections = of
-    ENDS: gl.constexpr = FORM.ENDS
     PAIRS: gl.constexpr = (1 if FORM.SCORES else 0) + (1 if FORM.TIED else 0)
     for n in range(work.chunks):
-        at, slot = chunk_of(n, work, ENDS), n % 2
+        at, slot = chunk_of(n, work, FORM.ENDS), n % 2
         full, once = barriers.full.index(slot), (n & 1) ^ 1
         mbarrier.wait(barriers.empty.index(slot), ((n // 2) & 1) ^ 1)
-        mbarrier.expect(full, CHUNK * K * 4 + PAIRS * CHUNK * CHUNK * 2)
-        load(k, at.token, at.head * K, at.left, full, tiles.k.index(slot), ENDS)
-        load(q, at.token, at.head * K, at.left, full, tiles.q.index(slot), ENDS)
+        mbarrier.expect(full, CHUNK * FORM.K * 4 + PAIRS * CHUNK * CHUNK * 2)
+        load(k, at.token, at.head * FORM.K, at.left, full, tiles.k.index(slot), FORM.ENDS)
+        load(q, at.token, at.head * FORM.K, at.left, full, tiles.q.index(slot), FORM.ENDS)
         if FORM.SCORES:
-            pairs = tiles.read_pairs.index(slot)
-            tma.async_copy_global_to_shared(scores, [at.slot * CHUNK, 0], full, pairs)
+            load_rows(scores, at.slot * CHUNK, full, tiles.read_pairs.index(slot))
         if FORM.TIED:
-            pairs = tiles.erase_pairs.index(slot)
-            tma.async_copy_global_to_shared(corrections, [at.slot * CHUNK, 0], full, pairs)
-        full_o, full_s = barriers.full_o.index(0), barriers.full_s.index(0)
-        mbarrier.wait(barriers.empty_o.index(0), once)
-        mbarrier.expect(full_o, CHUNK * V * 2)
-        load(d_o, at.token, at.head * V, at.left, full_o, tiles.d_o.index(0), ENDS)
-        full_e = barriers.full_e.index(0)
-        row, column = at.token, at.head * V
+            load_rows(corrections, at.slot * CHUNK, full, tiles.erase_pairs.index(slot))
+        full = room(barriers.full_o, barriers.empty_o, once, CHUNK * FORM.V * 2)
+        load(d_o, at.token, at.head * FORM.V, at.left, full, tiles.d_o.index(0), FORM.ENDS)
+        row, column = at.token, at.head * FORM.V
         if FORM.TIED and not FORM.LENDS:
             row, column = at.slot * CHUNK, 0
-        mbarrier.wait(barriers.empty_e.index(0), once)
-        mbarrier.expect(full_e, CHUNK * V * 2)
-        load(errors, row, column, at.left, full_e, tiles.errors.index(0), ENDS)
-        mbarrier.wait(barriers.empty_s.index(0), once)
-        mbarrier.expect(full_s, V * K * 2)
+        full = room(barriers.full_e, barriers.empty_e, once, CHUNK * FORM.V * 2)
+        load(errors, row, column, at.left, full, tiles.errors.index(0), FORM.ENDS)
+        full = room(barriers.full_s, barriers.empty_s, once, FORM.V * FORM.K * 2)
         if FORM.LENDS:
-            load_lent_state(states, lower_states, at, full_s, tiles.states.index(0), K, V)
+            load_lent_state(states, lower_states, at, full, tiles.states.index(0))
         else:
-            load_state(states, at.slot * V, full_s, tiles.states.index(0))
+            load_rows(states, at.slot * FORM.V, full, tiles.states.index(0))
 
 
 @gluon.jit
-def store_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+def store_role(shared, of, FORM: gl.constexpr):
     tiles, barriers, work = shared
     d_q, d_k, d_v = of
     for n in range(work.chunks):
         at, slot = chunk_of(n, work, FORM.ENDS), n % 2
         mbarrier.wait(barriers.has_values.index(0), n & 1)
-        store(d_v, at.token, at.head * V, at.left, tiles.d_errors.index(0), FORM.ENDS)
+        store(d_v, at.token, at.head * FORM.V, at.left, tiles.d_errors.index(0), FORM.ENDS)
         tma.store_wait(0)
         mbarrier.arrive(barriers.took_values.index(0))
         mbarrier.wait(barriers.has_keys.index(0), n & 1)
-        store(d_q, at.token, at.head * K, at.left, tiles.q.index(slot), FORM.ENDS)
-        store(d_k, at.token, at.head * K, at.left, tiles.k.index(slot), FORM.ENDS)
+        store(d_q, at.token, at.head * FORM.K, at.left, tiles.q.index(slot), FORM.ENDS)
+        store(d_k, at.token, at.head * FORM.K, at.left, tiles.k.index(slot), FORM.ENDS)
         tma.store_wait(0)
         mbarrier.arrive(barriers.empty.index(slot))
 
 
 @gluon.jit
-def compute_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+def compute_role(shared, of, FORM: gl.constexpr):
     tiles, barriers, work = shared
     d_final, d_initial, chunk_decay, d_beta = of
-    STATE: gl.constexpr = all_rows(K)
-    o_s, there = rows_of_state(0, V, K, V, FORM, STATE)
-    d = gl.zeros([V, K], gl.float32, STATE)
+    STATE: gl.constexpr = product(FORM.K, 8)
+    o_s, there = rows_of_state(0, FORM.V, FORM.K, FORM.V, FORM, STATE)
+    d = gl.zeros([FORM.V, FORM.K], gl.float32, STATE)
     if FORM.FINAL:
         d = gl.load(d_final + o_s, mask=there, other=0.0)
     for n in range(work.chunks):
         at, own = chunk_of(n, work, FORM.ENDS), (of_chunk(tiles, n), barriers, work)
-        d = scan_back(own, chunk_decay, at, n, d, K, V, FORM)
-        d = gradients(own, d_beta, at, n, d, K, V, FORM)
+        d = scan_back(own, chunk_decay, at, n, d, FORM)
+        d = gradients(own, d_beta, at, n, d, FORM)
     rows = FORM.WIDTH
     if FORM.CUT:
         rows = gl.where(work.opens, FORM.WIDTH, 0)
     inside = o_s < rows * FORM.KEYS
-    if FORM.KEYS < K:
+    if FORM.KEYS < FORM.K:
         # Columns after a row's last are the next row's.
         inside = inside & there
     gl.store(d_initial + o_s, d, mask=inside)
 
 
 @gluon.jit
-def scan_back(shared, chunk_decay, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+def scan_back(shared, chunk_decay, at, n, d, FORM: gl.constexpr):
     """D at the chunk's start, in flight; D at its end and X are left in shared memory, rounded."""
     tiles, barriers, _ = shared
-    STATE: gl.constexpr = all_rows(K)
-    TOKENS: gl.constexpr = all_rows(CHUNK)
+    STATE: gl.constexpr = product(FORM.K, 8)
+    TOKENS: gl.constexpr = product(CHUNK, 8)
     TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
     OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
@@ -256,7 +246,7 @@ def scan_back(shared, chunk_decay, at, n, d, K: gl.constexpr, V: gl.constexpr, F
     tiles.d_states.store(low)
     left = gl.convert_layout(low, OF_TOKENS)
     mbarrier.wait(barriers.full.index(n % 2), (n // 2) & 1)
-    y = gl.zeros([V, CHUNK], gl.float32, TOKENS)
+    y = gl.zeros([FORM.V, CHUNK], gl.float32, TOKENS)
     y = warpgroup_mma(left, keys, y, use_acc=False, is_async=True)
     if not FORM.SCORES:
         p = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
@@ -305,20 +295,19 @@ def scan_back(shared, chunk_decay, at, n, d, K: gl.constexpr, V: gl.constexpr, F
 def leave_scores(tiles, p):
     """q . k on and below the diagonal, rounded, to where P would be."""
     LAYOUT: gl.constexpr = halves(CHUNK)
-    o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
-    o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
+    o_i, o_j = grid(CHUNK, CHUNK, LAYOUT)
     tiles.read_pairs.store(gl.where(o_i >= o_j, p, 0.0).to(tiles.read_pairs.dtype))
     fence_async_shared()
     barrier()
 
 
 @gluon.jit
-def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+def gradients(shared, d_beta, at, n, d, FORM: gl.constexpr):
     """dq, dk, dv and dbeta of the chunk, and sums of rows for its decays; D, done."""
     tiles, barriers, work = shared
-    ACROSS: gl.constexpr = halves(K)
+    ACROSS: gl.constexpr = halves(FORM.K)
     pairs = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
-    nothing = gl.zeros([CHUNK, K], gl.float32, ACROSS)
+    nothing = gl.zeros([CHUNK, FORM.K], gl.float32, ACROSS)
     row, phase, errors = n % 2 * FACTORS, n & 1, tiles.errors.permute((1, 0))
     mbarrier.wait(barriers.full_e.index(0), phase)
     gp = warpgroup_mma(tiles.d_o, errors, pairs, use_acc=False, is_async=True)
@@ -352,12 +341,12 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
     written = warpgroup_mma(tiles.errors, tiles.d_states, nothing, use_acc=False, is_async=True)
     if FORM.DECAY:
         held = pairs
-        for first in gl.static_range(0, V, CHUNK):
+        for first in gl.static_range(0, FORM.V, CHUNK):
             right = tiles.states.slice(first, CHUNK).permute((1, 0))
             left = tiles.d_states.slice(first, CHUNK)
             held = warpgroup_mma(left, right, held, is_async=True)
     if FORM.TIED:
-        leave_values(tiles, barriers, tiles.d_errors, row, 0, V)
+        leave_values(tiles, barriers, tiles.d_errors, row, 0)
     if FORM.TIED and FORM.DECAY:
         read, erased, written, held = warpgroup_mma_wait(0, deps=(read, erased, written, held))
     elif FORM.TIED:
@@ -373,7 +362,7 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
     if FORM.TIED:
         d_k = written + erased
     if FORM.DECAY:
-        d_k += inner_with_sums(tiles, barriers, (read, written, erased, held), phase, K, FORM)
+        d_k += inner_with_sums(tiles, barriers, (read, written, erased, held), phase, FORM)
     else:
         d_k = warpgroup_mma(tiles.read_pairs.permute((1, 0)), tiles.q, d_k, is_async=True)
         if FORM.TIED:
@@ -389,11 +378,11 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
 
 
 @gluon.jit
-def inner_with_sums(tiles, barriers, of, phase, K: gl.constexpr, FORM: gl.constexpr):
+def inner_with_sums(tiles, barriers, of, phase, FORM: gl.constexpr):
     """GP^T q + GM^T k and, while it is in flight, the sums of rows for dlog_decay."""
     read, written, erased, held = of
-    ACROSS: gl.constexpr = halves(K)
-    inner = gl.zeros([CHUNK, K], gl.float32, ACROSS)
+    ACROSS: gl.constexpr = halves(FORM.K)
+    inner = gl.zeros([CHUNK, FORM.K], gl.float32, ACROSS)
     turned = tiles.read_pairs.permute((1, 0))
     inner = warpgroup_mma(turned, tiles.q, inner, use_acc=False, is_async=True)
     if FORM.TIED:
@@ -401,15 +390,15 @@ def inner_with_sums(tiles, barriers, of, phase, K: gl.constexpr, FORM: gl.conste
     mbarrier.wait(barriers.took_sums.index(0), phase ^ 1)
     tiles.sums.index(SUM.HELD).store(diagonal_halves(held))
     q = tiles.q.load(ACROSS).to(gl.float32)
-    tiles.sums.index(SUM.QUERIES).store(sums_of_halves(q * read, K))
+    tiles.sums.index(SUM.QUERIES).store(sums_of_halves(q * read, FORM.K))
     k = tiles.k.load(ACROSS).to(gl.float32)
-    tiles.sums.index(SUM.WRITES).store(sums_of_halves(k * written, K))
+    tiles.sums.index(SUM.WRITES).store(sums_of_halves(k * written, FORM.K))
     inner = warpgroup_mma_wait(0, deps=(inner,))
     if FORM.TIED:
         later = erased - inner
     else:
         later = 0.0 - inner
-    tiles.sums.index(SUM.KEYS).store(sums_of_halves(k * later, K))
+    tiles.sums.index(SUM.KEYS).store(sums_of_halves(k * later, FORM.K))
     mbarrier.arrive(barriers.has_sums.index(0))
     return inner
 
@@ -421,34 +410,24 @@ GENERAL = ["heads", "per_segment", "T", "s_decay_b", "s_decay_t", "s_decay_h"]
 def fused_backward_kernel(
     q, k, d_o, errors, states, lower_states, scores, corrections, d_q, d_k, d_v, scalings, norms,
     chunk_decay, d_beta, log_decay, d_log_decay, d_final, d_initial, cu_seqlens, scale, heads,
-    per_segment, T, s_decay_b, s_decay_t, s_decay_h, K: gl.constexpr, V: gl.constexpr,
-    TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr, ENDS: gl.constexpr,
-    CUT: gl.constexpr, REGISTERS: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
+    per_segment, T, s_decay_b, s_decay_t, s_decay_h, FORM: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of tiles up to d_v; without an erase `errors` is v. States are [WIDTH, KEYS].
 
     CUT: programs go through segments, from the gradients by the states at their ends.
     """
-    FORM: gl.constexpr = Form(
-        TIED, DECAY, UNIT, ENDS, SCORES=scores is not None, LENDS=lower_states is not None, CUT=CUT,
-        FINAL=d_final is not None, KEYS=KEYS, WIDTH=WIDTH,
-    )  # fmt: skip
     log_decay, chunk_decay = present(log_decay, d_initial), present(chunk_decay, d_initial)
     d_log_decay, d_beta = present(d_log_decay, d_initial), present(d_beta, d_initial)
     scalings, norms = present(scalings, d_initial), present(norms, d_initial)
     work, sequence = stretch_of(present(cu_seqlens, T), T, heads, per_segment, FORM)
-    tiles = new_tiles(q.dtype, K, V, FORM)
-    barriers = Barriers(
-        new_barrier(2, 2), new_barrier(2, 1), new_barrier(1, 1), new_barrier(1, 1),
-        new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
-        new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
-        new_barrier(1, 1),
-    )  # fmt: skip
+    tiles = new_tiles(q.dtype, FORM)
+    barriers = Barriers(new_barrier(2, 2), new_barrier(2, 1), *single_barriers(11))
+    SIZE: gl.constexpr = FORM.WIDTH * FORM.KEYS
     if not FORM.FINAL:
         d_final = d_initial
     else:
-        d_final += gl.program_id(0).to(gl.int64) * (WIDTH * KEYS)
-    d_initial += (sequence * heads + work.head).to(gl.int64) * (WIDTH * KEYS)
+        d_final += gl.program_id(0).to(gl.int64) * SIZE
+    d_initial += (sequence * heads + work.head).to(gl.int64) * SIZE
     barrier()
     shared = tiles, barriers, work
     lower_states, scores = present(lower_states, q), present(scores, q)
@@ -456,9 +435,9 @@ def fused_backward_kernel(
     decays = log_decay, d_log_decay, chunk_decay, T, s_decay_b, s_decay_t, s_decay_h
     gl.warp_specialize(
         [
-            (compute_role, (shared, (d_final, d_initial, chunk_decay, d_beta), K, V, FORM)),
-            (load_role, (shared, loads, K, V, FORM)),
-            (store_role, (shared, (d_q, d_k, d_v), K, V, FORM)),
+            (compute_role, (shared, (d_final, d_initial, chunk_decay, d_beta), FORM)),
+            (load_role, (shared, loads, FORM)),
+            (store_role, (shared, (d_q, d_k, d_v), FORM)),
             (factor_role, (shared, scalings, norms, scale, FORM)),
             (decay_role, (shared, decays, FORM)),
         ],

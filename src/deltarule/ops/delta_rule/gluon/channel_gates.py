@@ -31,18 +31,16 @@ FETCH, FETCHED = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;"), gl.con
 
 
 @gluon.jit
-def channel_gate_role(
-    shared, gates, PART: gl.constexpr, K: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr,
-):  # fmt: skip
+def channel_gate_role(shared, gates, PART: gl.constexpr, FORM: gl.constexpr):
     """One warp; all of `gates` that are addresses point at the sequence's first token."""
     tiles, barriers, place, saved = shared
     log_decay, beta, q_norm, k_norm, s_decay, s_beta, s_norm = gates
-    CHANNELS: gl.constexpr = K // SUM_ROLES
+    CHANNELS: gl.constexpr = FORM.K // SUM_ROLES
     DECAY_SLOTS: gl.constexpr = tiles.decays.shape[0]
     log_decay += PART * CHANNELS
     left = place.tokens
     for i in range(place.chunks):
-        slot, phase = i % SLOTS, (i // SLOTS) & 1
+        slot, phase = i % FORM.SLOTS, (i // FORM.SLOTS) & 1
         log_decay += CHUNK * s_decay
         # Without an erase there are two slots of decays, and asking ahead only costs.
         if FORM.TIED:
@@ -60,7 +58,7 @@ def channel_gate_role(
         end = gl.exp2(c)
         tiles.ends.index(slot).slice(PART * CHANNELS, CHANNELS).store(end)
         if FORM.SAVE:
-            own = (place.slot + i * place.value_heads).to(gl.int64) * K + PART * CHANNELS
+            own = (place.slot + i * place.value_heads).to(gl.int64) * FORM.K + PART * CHANNELS
             gl.store(saved.chunk_decay + own + gl.arange(0, CHANNELS, end.type.layout), end)
         mbarrier.arrive(barriers.decays.index(i % DECAY_SLOTS))
         left -= CHUNK

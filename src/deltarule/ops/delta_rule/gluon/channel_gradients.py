@@ -55,8 +55,8 @@ from deltarule.ops.delta_rule.gluon.gradients import (
     store_beta_gradient,
 )
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, four, joined
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form
-from deltarule.ops.delta_rule.gluon.movers import load, store
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, single_barriers
+from deltarule.ops.delta_rule.gluon.movers import load, load_rows, room, store
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, present, square
 
 # Rows and channels that a lane adds up together: the rows of a tile are swizzled by eights.
@@ -100,22 +100,22 @@ Barriers = namedtuple(
 
 
 @gluon.jit
-def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, TIED: gl.constexpr):
+def new_tiles(dtype: gl.constexpr, FORM: gl.constexpr):
     """Shared memory for all tiles; those of products are behind an index (`of_chunk`)."""
     SQUARE: gl.constexpr = square()
-    d_o = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
-    errors = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE)
-    d_errors = gl.allocate_shared_memory(dtype, [1, CHUNK, V], SQUARE) if TIED else errors
-    states = gl.allocate_shared_memory(dtype, [1, V, K], SQUARE)
-    d_states = gl.allocate_shared_memory(dtype, [1, V, K], SQUARE)
-    q = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
-    k = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
-    near = gl.allocate_shared_memory(dtype, [2, CHUNK, K], SQUARE)
-    decays = gl.allocate_shared_memory(gl.float32, [CHUNK, K], square(2, 32))
-    ends = gl.allocate_shared_memory(gl.float32, [2, K], PLAIN_1D)
+    d_o = gl.allocate_shared_memory(dtype, [1, CHUNK, FORM.V], SQUARE)
+    errors = gl.allocate_shared_memory(dtype, [1, CHUNK, FORM.V], SQUARE)
+    d_errors = gl.allocate_shared_memory(dtype, [1, CHUNK, FORM.V], SQUARE) if FORM.TIED else errors
+    states = gl.allocate_shared_memory(dtype, [1, FORM.V, FORM.K], SQUARE)
+    d_states = gl.allocate_shared_memory(dtype, [1, FORM.V, FORM.K], SQUARE)
+    q = gl.allocate_shared_memory(dtype, [1, CHUNK, FORM.K], SQUARE)
+    k = gl.allocate_shared_memory(dtype, [1, CHUNK, FORM.K], SQUARE)
+    near = gl.allocate_shared_memory(dtype, [2, CHUNK, FORM.K], SQUARE)
+    decays = gl.allocate_shared_memory(gl.float32, [CHUNK, FORM.K], square(2, 32))
+    ends = gl.allocate_shared_memory(gl.float32, [2, FORM.K], PLAIN_1D)
     factors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], PLAIN_1D)
-    held = gl.allocate_shared_memory(gl.float32, [K, 2], PLAIN)
-    parts = gl.allocate_shared_memory(gl.float32, [PARTS, K], PLAIN)
+    held = gl.allocate_shared_memory(gl.float32, [FORM.K, 2], PLAIN)
+    parts = gl.allocate_shared_memory(gl.float32, [PARTS, FORM.K], PLAIN)
     return Tiles(
         d_o, errors, d_errors, states, d_states, q, k, near, near, near, near, decays, ends,
         factors, held, parts,
@@ -138,7 +138,7 @@ def of_chunk(tiles, n):
 
 
 @gluon.jit
-def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+def load_role(shared, of, FORM: gl.constexpr):
     """One warp: every tile to its place, in the order in which places become free."""
     tiles, barriers, work = shared
     tiles = of_chunk(tiles, 0)
@@ -147,34 +147,30 @@ def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
     for n in range(work.count):
         at = pair_of(n, work, FORM)
         if at.left > 0:
-            once, full = (done & 1) ^ 1, barriers.full_o.index(0)
-            row, column = at.slot * CHUNK, 0
-            mbarrier.wait(barriers.empty_o.index(0), once)
-            mbarrier.expect(full, CHUNK * V * (6 if FORM.TIED else 4))
-            load(d_o, at.token, at.head * V, at.left, full, tiles.d_o, FORM.ENDS)
+            once, row, column = (done & 1) ^ 1, at.slot * CHUNK, 0
+            SIZE: gl.constexpr = CHUNK * FORM.V * (6 if FORM.TIED else 4)
+            full = room(barriers.full_o, barriers.empty_o, once, SIZE)
+            load(d_o, at.token, at.head * FORM.V, at.left, full, tiles.d_o, FORM.ENDS)
             if FORM.TIED:
                 load(d_errors, row, column, at.left, full, tiles.d_errors, FORM.ENDS)
             else:
-                row, column = at.token, at.head * V
+                row, column = at.token, at.head * FORM.V
             load(errors, row, column, at.left, full, tiles.errors, FORM.ENDS)
             full = barriers.full_s.index(0)
-            mbarrier.expect(full, V * K * 4)
-            tma.async_copy_global_to_shared(d_states, [at.slot * V, 0], full, tiles.d_states)
-            tma.async_copy_global_to_shared(states, [at.slot * V, 0], full, tiles.states)
-            full = barriers.full_g.index(0)
-            mbarrier.wait(barriers.empty_g.index(0), once)
-            mbarrier.expect(full, CHUNK * K * 4)
-            load(log_decay, at.token, at.head * K, at.left, full, tiles.decays, FORM.ENDS)
-            full = barriers.full_k.index(0)
-            mbarrier.wait(barriers.empty_k.index(0), once)
-            mbarrier.expect(full, CHUNK * K * 4)
-            load(k, at.token, at.head * K, at.left, full, tiles.k, FORM.ENDS)
-            load(q, at.token, at.head * K, at.left, full, tiles.q, FORM.ENDS)
+            mbarrier.expect(full, FORM.V * FORM.K * 4)
+            load_rows(d_states, at.slot * FORM.V, full, tiles.d_states)
+            load_rows(states, at.slot * FORM.V, full, tiles.states)
+            column = at.head * FORM.K
+            full = room(barriers.full_g, barriers.empty_g, once, CHUNK * FORM.K * 4)
+            load(log_decay, at.token, column, at.left, full, tiles.decays, FORM.ENDS)
+            full = room(barriers.full_k, barriers.empty_k, once, CHUNK * FORM.K * 4)
+            load(k, at.token, column, at.left, full, tiles.k, FORM.ENDS)
+            load(q, at.token, column, at.left, full, tiles.q, FORM.ENDS)
             done += 1
 
 
 @gluon.jit
-def store_role(shared, of, K: gl.constexpr, FORM: gl.constexpr):
+def store_role(shared, of, FORM: gl.constexpr):
     """One warp: dq and dk of every pair; dlog_decay, which it adds up; their places are free."""
     tiles, barriers, work = shared
     tiles = of_chunk(tiles, 0)
@@ -184,15 +180,15 @@ def store_role(shared, of, K: gl.constexpr, FORM: gl.constexpr):
         at = pair_of(n, work, FORM)
         if at.left > 0:
             mbarrier.wait(barriers.has_keys.index(0), done & 1)
-            store(d_q, at.token, at.head * K, at.left, tiles.q, FORM.ENDS)
-            store(d_k, at.token, at.head * K, at.left, tiles.k, FORM.ENDS)
+            store(d_q, at.token, at.head * FORM.K, at.left, tiles.q, FORM.ENDS)
+            store(d_k, at.token, at.head * FORM.K, at.left, tiles.k, FORM.ENDS)
             leave_totals(tiles, done % 2, 0)
             tma.store_wait(0)
             mbarrier.arrive(barriers.empty_k.index(0))
             leave_totals(tiles, done % 2, CHANNELS)
             fence_async_shared()
             barrier()
-            store(d_log_decay, at.token, at.head * K, at.left, tiles.totals, FORM.ENDS)
+            store(d_log_decay, at.token, at.head * FORM.K, at.left, tiles.totals, FORM.ENDS)
             tma.store_wait(0)
             mbarrier.arrive(barriers.empty_z.index(0))
             done += 1
@@ -232,7 +228,7 @@ def from_the_last(x, z):
 
 
 @gluon.jit
-def sum_role(shared, K: gl.constexpr, FORM: gl.constexpr):
+def sum_role(shared, FORM: gl.constexpr):
     """One warp: c in the place of the log decays, and 2^c of the last token."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([EIGHT, 2], [1, 32], [1, 1], [1, 0])
     tiles, barriers, work = shared
@@ -242,7 +238,7 @@ def sum_role(shared, K: gl.constexpr, FORM: gl.constexpr):
         if at.left > 0:
             mbarrier.wait(barriers.full_g.index(0), done & 1)
             slot = done % 2
-            for first in gl.static_range(0, K, CHANNELS):
+            for first in gl.static_range(0, FORM.K, CHANNELS):
                 # A lane has two channels.
                 decays = tiles.decays.slice(first, CHANNELS, 1)
                 c = gl.zeros([CHANNELS], gl.float32, gl.SliceLayout(0, LAYOUT)) + SHIFT
@@ -258,30 +254,31 @@ def sum_role(shared, K: gl.constexpr, FORM: gl.constexpr):
 
 
 @gluon.jit
-def compute_role(shared, d_beta, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+def compute_role(shared, d_beta, FORM: gl.constexpr):
     """8 warps, those of the upper half for the upper half of all columns: all but what moves."""
+    ACROSS: gl.constexpr = halves(FORM.K)
     all_tiles, barriers, work = shared
     count = work.count
     if FORM.ENDS == "packed":
         count = pairs_there(work)
     for n in range(count):
         at, tiles = pair_of(n, work, FORM), of_chunk(all_tiles, n)
-        read, erased, written = around((tiles, barriers, work), d_beta, at, n, K, V, FORM)
+        read, erased, written = around((tiles, barriers, work), d_beta, at, n, FORM)
         mbarrier.wait(barriers.has_sums.index(0), n & 1)
         mbarrier.wait(barriers.full_k.index(0), n & 1)
-        lead = leave_copies(tiles, K, FORM.TIED)
+        lead = leave_copies(tiles, FORM)
         fence_async_shared()
         # Barriers of the role, too: the copies, and GP and GM, are there for all warps.
         mbarrier.arrive(barriers.empty_g.index(0))
-        read, erased, col = inside(tiles, read, erased, written, n, K, FORM.TIED)
-        z = tiles.q.load(halves(K)).to(gl.float32) * read
-        z -= tiles.near.load(halves(K)).to(gl.float32) * col
+        read, erased, col = inside(tiles, read, erased, written, n, FORM)
+        z = tiles.q.load(ACROSS).to(gl.float32) * read
+        z -= tiles.near.load(ACROSS).to(gl.float32) * col
         # 1 / lead, of the precision of a power of two.
         d_k = col * gl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [lead], dtype=gl.float32, is_pure=True, pack=1
         )
         if FORM.TIED:
-            z += tiles.k.load(halves(K)).to(gl.float32) * erased
+            z += tiles.k.load(ACROSS).to(gl.float32) * erased
             d_k += lead * erased
         # No product reads what lies there any more.
         barrier()
@@ -293,12 +290,12 @@ def compute_role(shared, d_beta, K: gl.constexpr, V: gl.constexpr, FORM: gl.cons
 
 
 @gluon.jit
-def around(shared, d_beta, at, n, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+def around(shared, d_beta, at, n, FORM: gl.constexpr):
     """dO S, X S and E D, scaled by the factors of rows; GP and GM, and sums of D S, to shared
     memory."""
     tiles, barriers, work = shared
-    ACROSS: gl.constexpr = halves(K)
-    nothing = gl.zeros([CHUNK, K], gl.float32, ACROSS)
+    ACROSS: gl.constexpr = halves(FORM.K)
+    nothing = gl.zeros([CHUNK, FORM.K], gl.float32, ACROSS)
     pairs = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
     row, errors = n % 2 * FACTORS, tiles.errors.permute((1, 0))
     mbarrier.wait(barriers.full_o.index(0), n & 1)
@@ -349,38 +346,38 @@ def held_by(tiles, zero, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def leave_copies(tiles, K: gl.constexpr, TIED: gl.constexpr):
+def leave_copies(tiles, FORM: gl.constexpr):
     """x, u in the places of q and k, and y; returns 2^c."""
-    ACROSS: gl.constexpr = halves(K)
+    ACROSS: gl.constexpr = halves(FORM.K)
     dtype: gl.constexpr = tiles.q.dtype
     c = tiles.decays.load(ACROSS)
     lead = gl.exp2(c)
     tiles.q.store((tiles.q.load(ACROSS).to(gl.float32) * lead).to(dtype))
     k = tiles.k.load(ACROSS).to(gl.float32)
     tiles.near.store((k * gl.exp2(-c)).to(dtype))
-    if TIED:
+    if FORM.TIED:
         tiles.k.store((k * lead).to(dtype))
     return lead
 
 
 @gluon.jit
-def inside(tiles, read, erased, written, n, K: gl.constexpr, TIED: gl.constexpr):
+def inside(tiles, read, erased, written, n, FORM: gl.constexpr):
     """read, row and col with their pairs; and parts of the sums of y end."""
-    ACROSS: gl.constexpr = halves(K)
+    ACROSS: gl.constexpr = halves(FORM.K)
     CHANNEL: gl.constexpr = gl.SliceLayout(0, ACROSS)
-    col = gl.zeros([CHUNK, K], gl.float32, ACROSS)
+    col = gl.zeros([CHUNK, FORM.K], gl.float32, ACROSS)
     turned = tiles.read_pairs.permute((1, 0))
     col = warpgroup_mma(turned, tiles.q, col, use_acc=False, is_async=True)
     read = warpgroup_mma(tiles.read_pairs, tiles.near, read, is_async=True)
-    if TIED:
+    if FORM.TIED:
         turned = tiles.erase_pairs.permute((1, 0))
         col = warpgroup_mma(turned, tiles.k, col, is_async=True)
         erased = warpgroup_mma(tiles.erase_pairs, tiles.near, erased, is_async=True)
     end = written * tiles.ends.index(n % 2).load(CHANNEL)[None, :]
     # Two of a lane's rows and of two lanes are one; the rest of the sum is for a warp with time.
-    held = gl.reshape(tiles.near.load(ACROSS).to(gl.float32) * end, [PARTS // 4, 2, 2, 4, K])
-    tiles.parts.store(gl.reshape(gl.sum(gl.sum(held, 1), 1), [PARTS, K]))
-    if TIED:
+    held = gl.reshape(tiles.near.load(ACROSS).to(gl.float32) * end, [PARTS // 4, 2, 2, 4, FORM.K])
+    tiles.parts.store(gl.reshape(gl.sum(gl.sum(held, 1), 1), [PARTS, FORM.K]))
+    if FORM.TIED:
         col, read, erased = warpgroup_mma_wait(0, deps=(col, read, erased))
     else:
         col, read = warpgroup_mma_wait(0, deps=(col, read))
@@ -394,32 +391,26 @@ GENERAL = ["pairs", "heads", "chunks", "sequences", "T"]
 @gluon.jit(do_not_specialize=GENERAL)
 def channel_gradients_kernel(
     q, k, d_o, errors, d_errors, states, d_states, log_decay, d_q, d_k, d_log_decay, scalings,
-    norms, d_beta, cu_seqlens, sequences, scale, pairs, heads, chunks, T, K: gl.constexpr,
-    V: gl.constexpr, TIED: gl.constexpr, UNIT: gl.constexpr, ENDS: gl.constexpr,
+    norms, d_beta, cu_seqlens, sequences, scale, pairs, heads, chunks, T, FORM: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of tiles up to d_log_decay; without an erase `errors` is v, and X is not read."""
-    FORM: gl.constexpr = Form(TIED, False, UNIT, ENDS)
     first, step = gl.program_id(0), gl.num_programs(0)
     count = (pairs - first + step - 1) // step
     cu_seqlens, sequences = present(cu_seqlens, T), present(sequences, T)
     work = Work(first, step, count, heads, chunks, 0, chunks, chunks, T, cu_seqlens, sequences)
-    tiles = new_tiles(q.dtype, K, V, TIED)
-    barriers = Barriers(
-        new_barrier(2, 1), new_barrier(2, 1), new_barrier(1, 1), new_barrier(1, 1),
-        new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
-        new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
-    )  # fmt: skip
+    tiles = new_tiles(q.dtype, FORM)
+    barriers = Barriers(new_barrier(2, 1), new_barrier(2, 1), *single_barriers(10))
     barrier()
     shared = tiles, barriers, work
     loads = q, k, d_o, errors, d_errors, states, d_states, log_decay
     gl.warp_specialize(
         [
-            (compute_role, (shared, present(d_beta, T), K, V, FORM)),
-            (load_role, (shared, loads, K, V, FORM)),
-            (store_role, (shared, (d_q, d_k, d_log_decay), K, FORM)),
+            (compute_role, (shared, present(d_beta, T), FORM)),
+            (load_role, (shared, loads, FORM)),
+            (store_role, (shared, (d_q, d_k, d_log_decay), FORM)),
             (factor_role, (shared, present(scalings, T), present(norms, T), scale, FORM)),
-            (sum_role, (shared, K, FORM)),
+            (sum_role, (shared, FORM)),
         ],
         [1, 1, 1, 1],
         [REGISTERS, REGISTERS, REGISTERS, REGISTERS],

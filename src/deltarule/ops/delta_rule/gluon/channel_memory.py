@@ -9,7 +9,7 @@ as in triton/channel_scores_fast.py: so both are numbers down to c of -RANGE. To
 pairs of their own (channel_pairs.py).
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,114 +25,93 @@ UNSHIFT = gl.constexpr(2.0**-80)
 SUM_ROLES = gl.constexpr(2)
 
 
-class ChannelTiles(NamedTuple):
-    """Tiles in shared memory; those with SLOTS are of two chunks, the others of one."""
-
+# Tiles in shared memory; those with SLOTS are of two chunks, the others of one.
+ChannelTiles = namedtuple(
+    "ChannelTiles",
     # [SLOTS, 64, K]: q and k, and in their places q up and k up; without an erase k near.
-    q: Any
-    k: Any
-    # [SLOTS * V / 64, 64, 64].
-    v: Any
+    # [SLOTS * V / 64, 64, 64]: v.
+    "q k v "
     # [SLOTS, 64, 64]: U (or N), with an erase; [1, 64, 64]: P.
-    u: Any
-    p: Any
+    "u p "
     # [1, 64, K]: k near as the sum of two numbers of 16 bits, and k rest.
-    near: Any
-    near_low: Any
-    write: Any
+    "near near_low write "
     # [V / 64, 64, 64]: o, of the chunk before the one that is being worked out.
-    o: Any
+    "o "
     # [1, 64, K] float32, without an erase [SLOTS, 64, K]: log decays, and in their place their
     # sums; [SLOTS, K] float32: 2^c_end.
-    decays: Any
-    ends: Any
+    "decays ends "
     # [1] float32: tokens of the chunk before the first that decays too far for the fast form.
-    fast: Any
+    "fast "
     # [SLOTS * GATES, 64] float32.
-    gates: Any
-    # For the inverse (inverse.py), found for each chunk (`for_inverse`).
-    rows: Any
+    "gates",
+)
 
+# What the inverse of a chunk is made of, and in.
+InverseTiles = namedtuple("InverseTiles", "u gates rows")
 
-class ChannelBarriers(NamedTuple):
-    """Barriers of each slot (the first three), of the single tiles, and of each state role's o."""
-
+# Barriers of each slot (the first three), of the single tiles, and of each state role's o.
+ChannelBarriers = namedtuple(
+    "ChannelBarriers",
     # q, k, v and the gates are there; the state roles have done with all of the chunk.
-    full: Any
-    empty: Any
+    "full empty "
     # All have scaled their tokens of q and k, and need the sums of decays no more.
-    copied: Any
+    "copied "
     # U is there; all state roles have left their rows of P.
-    scored: Any
-    paired: Any
+    "scored paired "
     # Log decays are there; their sums are; what was left of the chunk before is free, and tokens
     # beyond the range have their pairs.
-    fetched: Any
-    decays: Any
-    sums: Any
+    "fetched decays sums "
     # o of a state role is there; it is in global memory.
-    written: Any
-    stored: Any
+    "written stored",
+)
 
-
-class ChannelSaved(NamedTuple):
-    """What a backward is saved from computing again, as triton/channel_stages.py keeps it.
-
-    Of a chunk with the number n the first are rows n V .. or n 64 .. of theirs.
-    """
-
+# What a backward is saved from computing again, as triton/channel_stages.py keeps it.
+#
+# Of a chunk with the number n the first are rows n V .. or n 64 .. of theirs.
+ChannelSaved = namedtuple(
+    "ChannelSaved",
     # Descriptors of [64, V], [64, 64] and [64, 64] a chunk: E, P and N.
-    errors: Any
-    scores: Any
-    corrections: Any
+    "errors scores corrections "
     # Pointers to [V, K], thrice [64, K], [SCALINGS, 64], [K] and a number a chunk: S, q, k up and
     # k rest as they meet the state, of the scalings beta, 2^c_end, and the number of fast tokens.
-    states: Any
-    decayed_q: Any
-    erase: Any
-    write: Any
-    scalings: Any
-    chunk_decay: Any
-    fast_rows: Any
+    "states decayed_q erase write scalings chunk_decay fast_rows",
+)
 
 
 @gluon.jit
-def new_channel_tiles(
-    dtype: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-    TIED: gl.constexpr,
-):  # fmt: skip
+def new_channel_tiles(dtype: gl.constexpr, FORM: gl.constexpr):
     """Shared memory for all tiles."""
     SQUARE: gl.constexpr = square()
-    q = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
-    k = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
-    v = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, CHUNK, VALUES], SQUARE)
+    q = gl.allocate_shared_memory(dtype, [FORM.SLOTS, CHUNK, FORM.K], SQUARE)
+    k = gl.allocate_shared_memory(dtype, [FORM.SLOTS, CHUNK, FORM.K], SQUARE)
+    v = gl.allocate_shared_memory(dtype, [FORM.SLOTS * FORM.PARTS, CHUNK, VALUES], SQUARE)
     p = gl.allocate_shared_memory(dtype, [1, CHUNK, CHUNK], SQUARE)
-    near = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE) if TIED else k
-    near_low = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
-    write = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
-    o = gl.allocate_shared_memory(dtype, [PARTS, CHUNK, VALUES], SQUARE)
-    decays = gl.allocate_shared_memory(gl.float32, [1 if TIED else SLOTS, CHUNK, K], straight())
-    ends = gl.allocate_shared_memory(gl.float32, [SLOTS, K], PLAIN_1D)
+    near = gl.allocate_shared_memory(dtype, [1, CHUNK, FORM.K], SQUARE) if FORM.TIED else k
+    near_low = gl.allocate_shared_memory(dtype, [1, CHUNK, FORM.K], SQUARE)
+    write = gl.allocate_shared_memory(dtype, [1, CHUNK, FORM.K], SQUARE)
+    o = gl.allocate_shared_memory(dtype, [FORM.PARTS, CHUNK, VALUES], SQUARE)
+    decays = gl.allocate_shared_memory(
+        gl.float32, [1 if FORM.TIED else FORM.SLOTS, CHUNK, FORM.K], straight()
+    )
+    ends = gl.allocate_shared_memory(gl.float32, [FORM.SLOTS, FORM.K], PLAIN_1D)
     fast = gl.allocate_shared_memory(gl.float32, [1], PLAIN_1D)
-    gates = gl.allocate_shared_memory(gl.float32, [SLOTS * GATES, CHUNK], PLAIN_1D)
+    gates = gl.allocate_shared_memory(gl.float32, [FORM.SLOTS * GATES, CHUNK], PLAIN_1D)
     # Before Triton 3.7 a tuple has no None: what is not there is another thing that nobody reads.
     u = p
-    if TIED:
-        u = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], SQUARE)
-    return ChannelTiles(
-        q, k, v, u, p, near, near_low, write, o, decays, ends, fast, gates, p
-    )  # fmt: skip
+    if FORM.TIED:
+        u = gl.allocate_shared_memory(dtype, [FORM.SLOTS, CHUNK, CHUNK], SQUARE)
+    return ChannelTiles(q, k, v, u, p, near, near_low, write, o, decays, ends, fast, gates)
 
 
 @gluon.jit
-def new_channel_barriers(PARTS: gl.constexpr, SLOTS: gl.constexpr, TIED: gl.constexpr):
+def new_channel_barriers(FORM: gl.constexpr):
     """All barriers: a slot is full with its tiles and its gates."""
-    full, empty = new_barrier(SLOTS, 2), new_barrier(SLOTS, PARTS)
-    copied, scored = new_barrier(SLOTS, 1 + PARTS), new_barrier(1, 1)
-    paired = new_barrier(1, PARTS)
-    fetched = new_barrier(1 if TIED else SLOTS, 1)
-    decays, sums = new_barrier(1 if TIED else SLOTS, SUM_ROLES), new_barrier(1, 1)
-    written, stored = new_barrier(PARTS, 1), new_barrier(PARTS, 1)
+    full, empty = new_barrier(FORM.SLOTS, 2), new_barrier(FORM.SLOTS, FORM.PARTS)
+    copied, scored = new_barrier(FORM.SLOTS, 1 + FORM.PARTS), new_barrier(1, 1)
+    paired = new_barrier(1, FORM.PARTS)
+    fetched = new_barrier(1 if FORM.TIED else FORM.SLOTS, 1)
+    decays, sums = new_barrier(1 if FORM.TIED else FORM.SLOTS, SUM_ROLES), new_barrier(1, 1)
+    written, stored = new_barrier(FORM.PARTS, 1), new_barrier(FORM.PARTS, 1)
     return ChannelBarriers(
         full, empty, copied, scored, paired, fetched, decays, sums, written, stored
     )  # fmt: skip
@@ -149,13 +128,10 @@ def decays_of(tiles, i):
 
 @gluon.jit
 def for_inverse(tiles, slot, SLOTS: gl.constexpr):
-    """The tiles with `rows` where U of an earlier chunk was, which all roles have done with."""
+    """What the inverse takes, with `rows` where U of an earlier chunk was, which is done with."""
     u = tiles.u
     rows = u.index((slot + 1) % SLOTS)._reinterpret(gl.float16, [CHUNK, CHUNK], square())
-    return ChannelTiles(
-        tiles.q, tiles.k, tiles.v, u, tiles.p, tiles.near, tiles.near_low, tiles.write, tiles.o,
-        tiles.decays, tiles.ends, tiles.fast, tiles.gates, rows,
-    )  # fmt: skip
+    return InverseTiles(u, tiles.gates, rows)
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from deltarule.ops.delta_rule.gluon.channel_memory import RANGE, SHIFT, UNSHIFT, of_chunk
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
-from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATE, GATES, product
+from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATE, GATES, grid, product
 from deltarule.ops.runtime.gluon_tiles import barrier, square
 
 # [8 or 16 tokens, K]: of 16 bits eight lanes have a row of 128 bytes, as it is swizzled.
@@ -52,8 +52,8 @@ def numbers(tile, FIRST: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def leave_copies(
-    shared, slot, decays, number, far, scale, K: gl.constexpr, FIRST: gl.constexpr,
-    ROWS: gl.constexpr, FORM: gl.constexpr,
+    shared, slot, decays, number, far, scale, FIRST: gl.constexpr, ROWS: gl.constexpr,
+    FORM: gl.constexpr,
 ):  # fmt: skip
     """q and k of some tokens scaled, in their places and to `near` and `near_low`; k rest.
 
@@ -67,7 +67,7 @@ def leave_copies(
     dtype: gl.constexpr = tiles.q.dtype
     gate = slot * GATES
     q, k = tiles.q.index(slot).slice(FIRST, ROWS), tiles.k.index(slot).slice(FIRST, ROWS)
-    sums = decays._reinterpret(gl.float32, [CHUNK, K], PLAIN_1D)
+    sums = decays._reinterpret(gl.float32, [CHUNK, FORM.K], PLAIN_1D)
     c_end = sums.index(CHUNK - 1).load(gl.SliceLayout(0, COPIES))[None, :]
     c = decays.slice(FIRST, ROWS).load(COPIES)
     if FORM.SAVE:
@@ -92,8 +92,8 @@ def leave_copies(
     if FORM.SAVE:
         rest = (b_k * gl.exp2(c_end - c)).to(dtype)
         o_t = FIRST + gl.arange(0, ROWS, TOKEN)[:, None]
-        at = number.to(gl.int64) * (CHUNK * K)
-        o_k = o_t * K + gl.arange(0, K, gl.SliceLayout(0, COPIES))[None, :]
+        at = number.to(gl.int64) * (CHUNK * FORM.K)
+        o_k = o_t * FORM.K + gl.arange(0, FORM.K, gl.SliceLayout(0, COPIES))[None, :]
         gl.store(saved.decayed_q + at + o_k, (b_q * up * (scale * UNSHIFT)).to(dtype))
         if FORM.TIED:
             gl.store(saved.erase + at + o_k, (b_k * up * UNSHIFT).to(dtype))
@@ -112,8 +112,7 @@ def leave_scores(
 ):
     """P of the rows from FIRST on; of tokens that decay too far what is in its memory already."""
     LAYOUT: gl.constexpr = product(ROWS)
-    o_i = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
-    o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
+    o_j, o_i = grid(CHUNK, ROWS, LAYOUT)
     zero = gl.zeros([CHUNK, ROWS], gl.float32, LAYOUT)
     fast = gl.sum(tiles.fast.load(ONE), 0).to(gl.int32)
     q = tiles.q.index(slot).slice(FIRST, ROWS).permute((1, 0))
@@ -144,7 +143,7 @@ def fast_tokens(decays):
 
 
 @gluon.jit
-def leave_exact(tiles, slot, decays, of, first, tokens, scale, K: gl.constexpr, FORM: gl.constexpr):
+def leave_exact(tiles, slot, decays, of, first, tokens, scale, FORM: gl.constexpr):
     """P and M of those tokens, in the memory of P and U, in rows; returns the number of others.
 
     `of` points at q, k, 1 / |q| and 1 / |k| of a sequence of so many `tokens`, the chunk's from
@@ -152,8 +151,8 @@ def leave_exact(tiles, slot, decays, of, first, tokens, scale, K: gl.constexpr, 
     """
     CHANNEL: gl.constexpr = gl.SliceLayout(0, TOKENS)
     q, k, stride, q_norm, k_norm, s_norm = of
-    o_k = gl.arange(0, K, CHANNEL)
-    sums = decays._reinterpret(gl.float32, [CHUNK, K], PLAIN_1D)
+    o_k = gl.arange(0, FORM.K, CHANNEL)
+    sums = decays._reinterpret(gl.float32, [CHUNK, FORM.K], PLAIN_1D)
     scores = tiles.p.index(0)._reinterpret(tiles.p.dtype, [CHUNK, CHUNK], PLAIN_1D)
     pairs = scores
     if FORM.TIED:
@@ -163,8 +162,8 @@ def leave_exact(tiles, slot, decays, of, first, tokens, scale, K: gl.constexpr, 
         row = first + i
         there = row < tokens
         c_i = sums.index(i).load(CHANNEL)[None, :]
-        q_i = gl.load(q + row * stride + o_k, mask=(o_k < K) & there, other=0.0).to(gl.float32)
-        k_i = gl.load(k + row * stride + o_k, mask=(o_k < K) & there, other=0.0).to(gl.float32)
+        q_i = gl.load(q + row * stride + o_k, mask=(o_k < FORM.K) & there, other=0.0).to(gl.float32)
+        k_i = gl.load(k + row * stride + o_k, mask=(o_k < FORM.K) & there, other=0.0).to(gl.float32)
         read, key = scale, 1.0
         if FORM.NORMS:
             read = scale * gl.load(q_norm + row * s_norm, mask=there, other=0.0)

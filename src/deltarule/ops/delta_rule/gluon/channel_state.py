@@ -21,7 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltarule.ops.delta_rule.gluon.channel_memory import UNSHIFT, decays_of, of_chunk
 from deltarule.ops.delta_rule.gluon.channel_pairs import ONE, leave_copies, leave_scores
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, GATE, GATES, VALUES, product, rows_of_state
+from deltarule.ops.delta_rule.gluon.memory import (
+    CHUNK,
+    GATE,
+    GATES,
+    VALUES,
+    grid,
+    product,
+    rows_of_state,
+)
 from deltarule.ops.delta_rule.gluon.state import widened
 from deltarule.ops.runtime.gluon_tiles import barrier
 
@@ -35,44 +43,39 @@ ROWS_OF_STATE = gl.constexpr(
 
 
 @gluon.jit
-def channel_state_role(
-    shared, states, PART: gl.constexpr, PARTS: gl.constexpr, K: gl.constexpr, SLOTS: gl.constexpr,
-    FORM: gl.constexpr,
-):  # fmt: skip
+def channel_state_role(shared, states, PART: gl.constexpr, FORM: gl.constexpr):
     """Rows 64 PART .. of the state; o of every chunk to shared memory; the final state."""
     tiles, barriers, place, saved = shared
     initial_state, final_state, scale = states
-    STATE: gl.constexpr = product(K)
+    STATE: gl.constexpr = product(FORM.K)
     TOKENS: gl.constexpr = product(CHUNK)
-    ROWS: gl.constexpr = CHUNK // PARTS
-    SCALED: gl.constexpr = CHUNK // (2 * PARTS)
+    ROWS: gl.constexpr = CHUNK // FORM.PARTS
+    SCALED: gl.constexpr = CHUNK // (2 * FORM.PARTS)
     OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
     dtype: gl.constexpr = tiles.q.dtype
-    o_s, _ = rows_of_state(PART * VALUES, VALUES, K, PARTS * VALUES, FORM, STATE)
+    o_s, _ = rows_of_state(PART * VALUES, VALUES, FORM.K, FORM.PARTS * VALUES, FORM, STATE)
     if FORM.INITIAL:
         s = gl.load(initial_state + o_s)
     else:
-        s = gl.zeros([VALUES, K], gl.float32, STATE)
+        s = gl.zeros([VALUES, FORM.K], gl.float32, STATE)
     zero, read = gl.zeros([VALUES, CHUNK], gl.float32, TOKENS), scale * UNSHIFT
     for i in range(place.chunks):
-        slot, phase = i % SLOTS, (i // SLOTS) & 1
+        slot, phase = i % FORM.SLOTS, (i // FORM.SLOTS) & 1
         gate, number = slot * GATES, place.slot + i * place.value_heads
         mbarrier.wait(barriers.full.index(slot), phase)
         mbarrier.wait(barriers.sums.index(0), i & 1)
         decays = decays_of(tiles, i)
         far = gl.where(gl.sum(tiles.fast.load(ONE), 0) < CHUNK, 1, 0)
-        rest = leave_copies(
-            shared, slot, decays, number, far, scale, K, PART * SCALED, SCALED, FORM
-        )
-        before = i + SLOTS - 1
-        mbarrier.wait(barriers.empty.index(before % SLOTS), ((before // SLOTS) & 1) ^ 1)
+        rest = leave_copies(shared, slot, decays, number, far, scale, PART * SCALED, SCALED, FORM)
+        before = i + FORM.SLOTS - 1
+        mbarrier.wait(barriers.empty.index(before % FORM.SLOTS), ((before // FORM.SLOTS) & 1) ^ 1)
         tiles.write.index(0).slice(PART * SCALED, SCALED).store(rest)
         fence_async_shared()
         mbarrier.arrive(barriers.copied.index(slot))
         left = gl.convert_layout(s.to(dtype), OF_TOKENS)
-        v = tiles.v.index(slot * PARTS + PART).permute((1, 0)).load(TOKENS)
+        v = tiles.v.index(slot * FORM.PARTS + PART).permute((1, 0)).load(TOKENS)
         mbarrier.wait(barriers.copied.index(slot), phase)
         leave_scores(tiles, slot, i, scale, PART * ROWS, ROWS, FORM)
         fence_async_shared()
@@ -80,7 +83,7 @@ def channel_state_role(
         if FORM.SAVE:
             pairs, row = tiles.p.index(0).slice(PART * ROWS, ROWS), number * CHUNK + PART * ROWS
             tma.async_copy_shared_to_global(saved.scores, [row, 0], pairs)
-            save_state(saved.states, number, left, PART, PARTS, K)
+            save_state(saved.states, number, left, PART, FORM)
         q, k = tiles.q.index(slot).permute((1, 0)), tiles.k.index(slot).permute((1, 0))
         o = warpgroup_mma(left, q, zero, use_acc=False, is_async=True)
         if FORM.TIED:
@@ -112,7 +115,7 @@ def channel_state_role(
         o = warpgroup_mma(gl.convert_layout(low, OF_TOKENS), p, o, is_async=True)
         if FORM.SAVE and FORM.TIED:
             # In the place of v, which is in registers.
-            e = tiles.v.index(slot * PARTS + PART)
+            e = tiles.v.index(slot * FORM.PARTS + PART)
             e.permute((1, 0)).store(errors)
             fence_async_shared()
             barrier()
@@ -146,12 +149,9 @@ def corrected(tiles, gate, v, erased, FORM: gl.constexpr):
 
 
 @gluon.jit
-def save_state(
-    states, number, low, PART: gl.constexpr, PARTS: gl.constexpr, K: gl.constexpr
-):  # fmt: skip
+def save_state(states, number, low, PART: gl.constexpr, FORM: gl.constexpr):
     """S of the chunk's start."""
     low = gl.convert_layout(low, ROWS_OF_STATE)
-    o_v = gl.arange(0, VALUES, gl.SliceLayout(1, ROWS_OF_STATE))[:, None]
-    o_k = gl.arange(0, K, gl.SliceLayout(0, ROWS_OF_STATE))[None, :]
-    states += (number.to(gl.int64) * PARTS + PART) * (VALUES * K)
-    gl.store(states + (o_v * K + o_k), low)
+    o_v, o_k = grid(VALUES, FORM.K, ROWS_OF_STATE)
+    states += (number.to(gl.int64) * FORM.PARTS + PART) * (VALUES * FORM.K)
+    gl.store(states + (o_v * FORM.K + o_k), low)

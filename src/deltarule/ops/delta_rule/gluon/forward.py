@@ -46,7 +46,6 @@ from deltarule.ops.delta_rule.gluon.memory import (
     PAIR_SLOTS,
     VALUES,
     Barriers,
-    Form,
     Place,
     Saved,
     Tiles,
@@ -60,8 +59,10 @@ from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier
 
 
 @gluon.jit
-def place_of(cu_seqlens, T, heads, value_heads, PACKED: gl.constexpr, QUERIES: gl.constexpr):
+def place_of(cu_seqlens, T, heads, value_heads, FORM: gl.constexpr):
     """Where this program is: heads follow each other. Offsets out of range are clamped."""
+    PACKED: gl.constexpr = FORM.ENDS == "packed"
+    QUERIES: gl.constexpr = CHUNK // FORM.STEPS
     program = gl.program_id(0)
     value_head, sequence = program % value_heads, program // value_heads
     start, tokens = sequence.to(gl.int64) * T, T
@@ -76,59 +77,65 @@ def place_of(cu_seqlens, T, heads, value_heads, PACKED: gl.constexpr, QUERIES: g
 
 
 @gluon.jit
-def own_states(initial_state, final_state, place, sequence, SIZE: gl.constexpr):
+def own_states(initial_state, final_state, place, sequence, FORM: gl.constexpr):
     """Those of this program; for an initial state that is not there the other, which nobody
     reads."""
-    state = (sequence * place.value_heads + place.value_head).to(gl.int64) * SIZE
+    state = sequence * place.value_heads + place.value_head
+    state = state.to(gl.int64) * (FORM.WIDTH * FORM.KEYS)
     final_state += state
-    if initial_state is None:
-        found = final_state, final_state
+    if FORM.INITIAL:
+        initial_state += state
+    return present(initial_state, final_state), final_state
+
+
+@gluon.jit
+def first_gate(gates, other, place, sequence, strides, STEPS: gl.constexpr, FORM: gl.constexpr):
+    """A sequence's first gate, of STEPS a token; of gates that are not there the other, which
+    nobody reads."""
+    row, token = sequence, place.start * 0
+    if FORM.ENDS == "packed":
+        # Packed sequences share one row of the batch.
+        row, token = sequence * 0, place.start
+    if gates is None:
+        found = other
     else:
-        found = initial_state + state, final_state
+        s_batch, s_token, s_head = strides
+        head = place.value_head // FORM.PER_GATE
+        found = gates + (row.to(gl.int64) * s_batch + token * STEPS * s_token + head * s_head)
     return found
 
 
 @gluon.jit
-def first_gate(place, sequence, PACKED: gl.constexpr):
-    """Row of the batch and token of a sequence's gates: packed sequences share one row."""
-    row, token = sequence, place.start * 0
-    if PACKED:
-        row, token = sequence * 0, place.start
-    return row.to(gl.int64), token
-
-
-@gluon.jit
-def new_tiles(
-    dtype: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-    QUERIES: gl.constexpr, TIED: gl.constexpr, SAVE: gl.constexpr, SCORES: gl.constexpr = True,
-):  # fmt: skip
+def new_tiles(dtype: gl.constexpr, FORM: gl.constexpr):
     """Shared memory for all tiles; those of values where there are state roles (PARTS)."""
     SQUARE: gl.constexpr = square()
-    k = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
+    SCORES: gl.constexpr = FORM.SCORES or FORM.PARTS > 0
+    QUERIES: gl.constexpr = CHUNK // FORM.STEPS
+    k = gl.allocate_shared_memory(dtype, [FORM.SLOTS, CHUNK, FORM.K], SQUARE)
     q = k
     if SCORES:
-        q = gl.allocate_shared_memory(dtype, [SLOTS, QUERIES, K], SQUARE)
+        q = gl.allocate_shared_memory(dtype, [FORM.SLOTS, QUERIES, FORM.K], SQUARE)
     v, o = q, q
-    if PARTS > 0:
-        v = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, CHUNK, VALUES], SQUARE)
-        o = gl.allocate_shared_memory(dtype, [PARTS, QUERIES, VALUES], SQUARE)
-    PAIRS: gl.constexpr = PAIR_SLOTS if TIED and PARTS > 0 else SLOTS
+    if FORM.PARTS > 0:
+        v = gl.allocate_shared_memory(dtype, [FORM.SLOTS * FORM.PARTS, CHUNK, VALUES], SQUARE)
+        o = gl.allocate_shared_memory(dtype, [FORM.PARTS, QUERIES, VALUES], SQUARE)
+    PAIRS: gl.constexpr = PAIR_SLOTS if FORM.TIED and FORM.PARTS > 0 else FORM.SLOTS
     p = q
     if SCORES:
         p = gl.allocate_shared_memory(dtype, [PAIRS, QUERIES, CHUNK], SQUARE)
     # Without state roles the gates of a chunk take as long as its scores, and are made before.
-    GATE_SLOTS: gl.constexpr = SLOTS if PARTS > 0 else 2 * SLOTS
+    GATE_SLOTS: gl.constexpr = FORM.SLOTS if FORM.PARTS > 0 else 2 * FORM.SLOTS
     gates = gl.allocate_shared_memory(gl.float32, [GATE_SLOTS * GATES, CHUNK], PLAIN_1D)
     sums = gl.allocate_shared_memory(gl.float32, [CHUNK], PLAIN_1D)
     # Before Triton 3.7 a tuple has no None: what is not there is another thing that nobody reads.
     u, before, rows = p, p, p
     saved, errors = o, o
-    if SAVE and PARTS > 0:
-        saved = gl.allocate_shared_memory(dtype, [PARTS, VALUES, K], SQUARE)
-        if TIED:
-            errors = gl.allocate_shared_memory(dtype, [PARTS, CHUNK, VALUES], SQUARE)
-    if TIED:
-        u = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], SQUARE)
+    if FORM.SAVE and FORM.PARTS > 0:
+        saved = gl.allocate_shared_memory(dtype, [FORM.PARTS, VALUES, FORM.K], SQUARE)
+        if FORM.TIED:
+            errors = gl.allocate_shared_memory(dtype, [FORM.PARTS, CHUNK, VALUES], SQUARE)
+    if FORM.TIED:
+        u = gl.allocate_shared_memory(dtype, [FORM.SLOTS, CHUNK, CHUNK], SQUARE)
         rows = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], SQUARE)
         before = gl.allocate_shared_memory(gl.float32, [GATE_SLOTS, BLOCKS * CHUNK], PLAIN_1D)
     return Tiles(q, k, v, u, p, o, saved, errors, gates, sums, before, rows)
@@ -151,73 +158,50 @@ def forward_kernel(
     q, k, v, o, states, lower_states, errors, scores, corrections,
     scalings, chunk_decay, log_decay, beta, norms, cu_seqlens, initial_state, final_state, scale,
     log_scale, T, heads, value_heads, s_decay_b, s_decay_t, s_decay_h, s_beta_b, s_beta_t, s_beta_h,
-    K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr, PER_GATE: gl.constexpr,
-    SLOTS: gl.constexpr, DECAY: gl.constexpr, TIED: gl.constexpr, UNIT: gl.constexpr,
-    PACKED: gl.constexpr, ENDS: gl.constexpr, SAVE: gl.constexpr, TENSOR: gl.constexpr,
-    STATE_REGISTERS: gl.constexpr, SCORE_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
-    KEYS: gl.constexpr, WIDTH: gl.constexpr,
+    FORM: gl.constexpr, STATE_REGISTERS: gl.constexpr, SCORE_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, k, v and o are descriptors of tiles.
 
     SAVE: states up to corrections (descriptors), scalings and chunk_decay are left, too,
     those of them that this form of the call has; the scan back may take the scores itself. States
-    are [N, HV, WIDTH, KEYS], and tiles of V values and K keys may have more. PER_GATE heads share a
-    gate. The first state role has the registers that the others leave.
+    are [N, HV, WIDTH, KEYS]. The first state role has the registers that the others leave.
     """
-    dtype: gl.constexpr = q.dtype
-    PARTS: gl.constexpr = V // VALUES
-    QUERIES: gl.constexpr = CHUNK // STEPS
-    place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED, QUERIES)
-    tiles = new_tiles(dtype, K, PARTS, SLOTS, QUERIES, TIED, SAVE)
-    barriers = new_barriers(PARTS, SLOTS)
-    places = state_places(dtype, K, QUERIES, QUERIES // PARTS, TIED, TENSOR)
+    LATE: gl.constexpr = FORM.TIED or FORM.SAVE
+    place, sequence = place_of(cu_seqlens, T, heads, value_heads, FORM)
+    tiles, barriers = new_tiles(q.dtype, FORM), new_barriers(FORM.PARTS, FORM.SLOTS)
+    places = state_places(q.dtype, FORM)
     other = places
-    if PARTS == 2:
-        other = state_places(dtype, K, QUERIES, QUERIES // PARTS, TIED, TENSOR)
-    of_scores = score_places(QUERIES, TIED, TENSOR)
-    INITIAL: gl.constexpr = initial_state is not None
-    initial_state, final_state = own_states(
-        initial_state, final_state, place, sequence, WIDTH * KEYS
-    )
-    gate = place.value_head // PER_GATE
-    if DECAY:
-        row, token = first_gate(place, sequence, PACKED)
-        log_decay += row * s_decay_b + token * s_decay_t + gate * s_decay_h
-    else:
-        log_decay = final_state
-    if TIED:
-        row, token = first_gate(place, sequence, PACKED)
-        beta += row * s_beta_b + token * STEPS * s_beta_t + gate * s_beta_h
-    else:
-        beta = final_state
+    if FORM.PARTS == 2:
+        other = state_places(q.dtype, FORM)
+    of_scores = score_places(FORM)
+    initial_state, final_state = own_states(initial_state, final_state, place, sequence, FORM)
+    strides = s_decay_b, s_decay_t, s_decay_h
+    log_decay = first_gate(log_decay, final_state, place, sequence, strides, 1, FORM)
+    strides = s_beta_b, s_beta_t, s_beta_h
+    beta = first_gate(beta, final_state, place, sequence, strides, FORM.STEPS, FORM)
     norm = final_state
-    if UNIT:
-        norm = norms + (place.start * heads + place.key_head) * (1 + STEPS)
+    if FORM.UNIT:
+        norm = norms + (place.start * heads + place.key_head) * (1 + FORM.STEPS)
     barrier()
     saved = final_state
-    SCORES: gl.constexpr = SAVE and scores is not None
-    LENDS: gl.constexpr = SAVE and lower_states is not None
-    if SAVE:
+    if FORM.SAVE:
         saved = Saved(
             states, present(lower_states, states), present(errors, states), present(scores, states),
             present(corrections, states), present(scalings, saved), present(chunk_decay, saved),
         )  # fmt: skip
-    FORM: gl.constexpr = Form(
-        TIED, DECAY, UNIT, ENDS, STEPS=STEPS, PER_GATE=PER_GATE, KEYS=KEYS, WIDTH=WIDTH,
-        INITIAL=INITIAL, SAVE=SAVE, SCORES=SCORES, LENDS=LENDS,
-    )  # fmt: skip
     own = tiles, barriers, place, saved
-    gates = log_decay, beta, norm, s_decay_t, s_beta_t, heads * (1 + STEPS), scale, log_scale
+    gates = log_decay, beta, norm, s_decay_t, s_beta_t, heads * (1 + FORM.STEPS), scale, log_scale
     states = initial_state, final_state, scale
-    if PARTS == 2:
+    if FORM.PARTS == 2:
         gl.warp_specialize(
             [
-                (state_role, (own, states, places, 0, PARTS, K, SLOTS, FORM)),
-                (state_role, (own, states, other, 1, PARTS, K, SLOTS, FORM)),
-                (score_role, (own, scale, of_scores, SLOTS, FORM)),
-                (load_role, (own, (q, k, v), K, PARTS, SLOTS, FORM)),
-                (store_role, (own, o, PARTS, TIED or SAVE, FORM)),
-                (gate_role, (own, gates, SLOTS, FORM)),
+                (state_role, (own, states, places, 0, FORM.PARTS, FORM.K, FORM.SLOTS, FORM)),
+                (state_role, (own, states, other, 1, FORM.PARTS, FORM.K, FORM.SLOTS, FORM)),
+                (score_role, (own, scale, of_scores, FORM.SLOTS, FORM)),
+                (load_role, (own, (q, k, v), FORM)),
+                (store_role, (own, o, LATE, FORM)),
+                (gate_role, (own, gates, FORM.SLOTS, FORM)),
             ],
             [4, 4, 1, 1, 1],
             [STATE_REGISTERS, SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS],
@@ -225,11 +209,11 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (state_role, (own, states, places, 0, PARTS, K, SLOTS, FORM)),
-                (score_role, (own, scale, of_scores, SLOTS, FORM)),
-                (load_role, (own, (q, k, v), K, PARTS, SLOTS, FORM)),
-                (store_role, (own, o, PARTS, TIED or SAVE, FORM)),
-                (gate_role, (own, gates, SLOTS, FORM)),
+                (state_role, (own, states, places, 0, FORM.PARTS, FORM.K, FORM.SLOTS, FORM)),
+                (score_role, (own, scale, of_scores, FORM.SLOTS, FORM)),
+                (load_role, (own, (q, k, v), FORM)),
+                (store_role, (own, o, LATE, FORM)),
+                (gate_role, (own, gates, FORM.SLOTS, FORM)),
             ],
             [4, 1, 1, 1],
             [SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS],
@@ -242,9 +226,8 @@ def channel_forward_kernel(
     q, k, v, o, decays, errors, scores, corrections, q_rows, k_rows, states, decayed_q,
     erase, write, scalings, chunk_decay, fast_rows, log_decay, beta, norms, cu_seqlens,
     initial_state, final_state, scale, T, heads, value_heads, s_beta_b, s_beta_t, s_beta_h,
-    K: gl.constexpr, V: gl.constexpr, SLOTS: gl.constexpr, TIED: gl.constexpr, UNIT: gl.constexpr,
-    PACKED: gl.constexpr, ENDS: gl.constexpr, SAVE: gl.constexpr,
-    STATE_REGISTERS: gl.constexpr, SCORE_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+    FORM: gl.constexpr, STATE_REGISTERS: gl.constexpr, SCORE_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, k and log_decay twice: as descriptors of tiles, and as addresses of rows.
 
@@ -252,48 +235,47 @@ def channel_forward_kernel(
     SAVE what lies between is left for a backward, as far as this form of the call has it. The first
     state role has the registers that the others leave.
     """
-    PARTS: gl.constexpr = V // VALUES
-    place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED, CHUNK)
-    tiles = new_channel_tiles(q.dtype, K, PARTS, SLOTS, TIED)
-    barriers = new_channel_barriers(PARTS, SLOTS, TIED)
-    INITIAL: gl.constexpr = initial_state is not None
-    initial_state, final_state = own_states(initial_state, final_state, place, sequence, V * K)
-    log_decay += (place.start * value_heads + place.value_head) * K
-    if TIED:
-        row, token = first_gate(place, sequence, PACKED)
-        beta += row * s_beta_b + token * s_beta_t + place.value_head * s_beta_h
-    else:
-        beta = final_state
+    place, sequence = place_of(cu_seqlens, T, heads, value_heads, FORM)
+    tiles = new_channel_tiles(q.dtype, FORM)
+    barriers = new_channel_barriers(FORM)
+    initial_state, final_state = own_states(initial_state, final_state, place, sequence, FORM)
+    log_decay += (place.start * value_heads + place.value_head) * FORM.K
+    strides = s_beta_b, s_beta_t, s_beta_h
+    beta = first_gate(beta, final_state, place, sequence, strides, 1, FORM)
     keys = place.start * heads + place.key_head
     q_norm, k_norm = final_state, final_state
-    if UNIT:
+    if FORM.NORMS:
         q_norm = norms + keys * 2
         k_norm = q_norm + 1
     barrier()
-    FORM: gl.constexpr = Form(
-        TIED, False, False, ENDS, NORMS=UNIT, KEYS=K, WIDTH=V, INITIAL=INITIAL, SAVE=SAVE
-    )
     saved = final_state
-    if SAVE:
+    if FORM.SAVE:
         saved = ChannelSaved(
             present(errors, scores), scores, present(corrections, scores), states, decayed_q,
             present(erase, write), write, present(scalings, chunk_decay), chunk_decay, fast_rows,
         )  # fmt: skip
     own = tiles, barriers, place, saved
-    gates = log_decay, beta, q_norm, k_norm, value_heads * K, s_beta_t, heads * 2
+    gates = log_decay, beta, q_norm, k_norm, value_heads * FORM.K, s_beta_t, heads * 2
     # Rows are counted from the sequence's start on, in 64 bits.
     apart = place.start * 0 + heads
-    given = q_rows + keys * K, k_rows + keys * K, apart * K, q_norm, k_norm, apart * 2
+    given = (
+        q_rows + keys * FORM.K,
+        k_rows + keys * FORM.K,
+        apart * FORM.K,
+        q_norm,
+        k_norm,
+        apart * 2,
+    )
     states = initial_state, final_state, scale
     gl.warp_specialize(
         [
-            (channel_state_role, (own, states, 0, PARTS, K, SLOTS, FORM)),
-            (channel_state_role, (own, states, 1, PARTS, K, SLOTS, FORM)),
-            (channel_score_role, (own, given, scale, K, SLOTS, FORM)),
-            (load_role, (own, (q, k, v, decays), K, PARTS, SLOTS, FORM)),
-            (store_role, (own, o, PARTS, False, FORM)),
-            (channel_gate_role, (own, gates, 0, K, SLOTS, FORM)),
-            (channel_gate_role, (own, gates, 1, K, SLOTS, FORM)),
+            (channel_state_role, (own, states, 0, FORM)),
+            (channel_state_role, (own, states, 1, FORM)),
+            (channel_score_role, (own, given, scale, FORM)),
+            (load_role, (own, (q, k, v, decays), FORM)),
+            (store_role, (own, o, False, FORM)),
+            (channel_gate_role, (own, gates, 0, FORM)),
+            (channel_gate_role, (own, gates, 1, FORM)),
         ],
         [4, 4, 1, 1, 1, 1],
         [STATE_REGISTERS, SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS, REGISTERS],

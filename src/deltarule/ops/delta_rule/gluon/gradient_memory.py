@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds
-from deltarule.ops.delta_rule.gluon.movers import framed, load, place_of_rows, store
+from deltarule.ops.delta_rule.gluon.movers import load, load_rows, store
 from deltarule.ops.runtime.gluon_tiles import square
 from deltarule.ops.runtime.rows import row_names
 
@@ -122,8 +122,7 @@ def pairs_there(work, HALVES: gl.constexpr = 1):
 @gluon.jit
 def pair_of(n, work, FORM: gl.constexpr):
     """The n-th value head of a program; ENDS are "whole", "ragged" or "packed"."""
-    GROUP: gl.constexpr = FORM.GROUP
-    pair = pair_number(n // GROUP, work, FORM.HALVES)
+    pair = pair_number(n // FORM.GROUP, work, FORM.HALVES)
     number, head = pair // work.heads, pair % work.heads
     sequence, chunk = number // work.chunks, number % work.chunks
     own, left = sequence * work.own_chunks + chunk, CHUNK
@@ -136,8 +135,8 @@ def pair_of(n, work, FORM: gl.constexpr):
         chunk += sequence * work.all_chunks + work.before
     else:
         chunk += sequence * work.all_chunks + work.before
-    value_heads = work.heads // FORM.HALVES * GROUP
-    value_head = head // FORM.HALVES * GROUP + n % GROUP
+    value_heads = work.heads // FORM.HALVES * FORM.GROUP
+    value_head = head // FORM.HALVES * FORM.GROUP + n % FORM.GROUP
     if FORM.ENDS == "whole":
         token = chunk * CHUNK
     else:
@@ -174,21 +173,21 @@ def places_of_rows(tiles, row, at, work, there, LAYOUT: gl.constexpr, FORM: gl.c
 
 
 @gluon.jit
-def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+def new_tiles(dtype: gl.constexpr, FORM: gl.constexpr):
     SQUARE: gl.constexpr = square()
-    d_o = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
-    errors = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
+    d_o = gl.allocate_shared_memory(dtype, [2, CHUNK, FORM.V], SQUARE)
+    errors = gl.allocate_shared_memory(dtype, [2, CHUNK, FORM.V], SQUARE)
     factors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], PLAIN_1D)
-    states = gl.allocate_shared_memory(dtype, [V, K], SQUARE)
-    d_states = gl.allocate_shared_memory(dtype, [V, K], SQUARE)
-    q = gl.allocate_shared_memory(dtype, [CHUNK, K], SQUARE)
-    k = gl.allocate_shared_memory(dtype, [CHUNK, K], SQUARE)
+    states = gl.allocate_shared_memory(dtype, [FORM.V, FORM.K], SQUARE)
+    d_states = gl.allocate_shared_memory(dtype, [FORM.V, FORM.K], SQUARE)
+    q = gl.allocate_shared_memory(dtype, [CHUNK, FORM.K], SQUARE)
+    k = gl.allocate_shared_memory(dtype, [CHUNK, FORM.K], SQUARE)
     read_pairs = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], SQUARE)
     d_errors, erase_pairs, sums = errors, read_pairs, factors
     if FORM.DECAY:
         sums = gl.allocate_shared_memory(gl.float32, [4, CHUNK, 2], PLAIN)
     if FORM.TIED:
-        d_errors = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
+        d_errors = gl.allocate_shared_memory(dtype, [2, CHUNK, FORM.V], SQUARE)
         erase_pairs = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], SQUARE)
     return Tiles(
         d_o, errors, d_errors, factors, states, d_states, q, k, read_pairs, erase_pairs, sums
@@ -196,55 +195,53 @@ def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, FORM: gl.co
 
 
 @gluon.jit
-def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+def load_role(shared, of, FORM: gl.constexpr):
     """One warp: every tile to where it is used, in the order in which places become free."""
-    GROUP: gl.constexpr = FORM.GROUP
     tiles, barriers, work = shared
     q, k, d_o, errors, d_errors, states, upper, lower = of
     done = 0
-    for number in range(work.count * GROUP):
+    for number in range(work.count * FORM.GROUP):
         at = pair_of(number, work, FORM)
         if at.left > 0:
             slot, phase = done % 2, (done // 2) & 1
             kept, half = at.slot if FORM.KEPT else at.own, at.head % FORM.HALVES
             mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
-            full, row, column = barriers.full.index(slot), at.token, at.value_head * V
-            mbarrier.expect(full, CHUNK * V * (6 if FORM.TIED else 4))
+            full, row, column = barriers.full.index(slot), at.token, at.value_head * FORM.V
+            mbarrier.expect(full, CHUNK * FORM.V * (6 if FORM.TIED else 4))
             load(d_o, row, column, at.left, full, tiles.d_o.index(slot), FORM.ENDS)
             if FORM.TIED:
                 x = tiles.d_errors.index(slot)
                 if not FORM.X_IS_LENT:
-                    row, column = place_of_errors(at.own, V, FORM)
+                    row, column = place_of_errors(at.own, FORM)
                 load(d_errors, row, column, at.left, full, x, FORM.ENDS)
-                row, column = place_of_errors(kept, V, FORM)
+                row, column = place_of_errors(kept, FORM)
             load(errors, row, column, at.left, full, tiles.errors.index(slot), FORM.ENDS)
             full_d, full_s = barriers.full_d.index(0), barriers.full_s.index(0)
             mbarrier.wait(barriers.empty_d.index(0), (done & 1) ^ 1)
-            mbarrier.expect(full_d, V * K * 2)
+            mbarrier.expect(full_d, FORM.V * FORM.K * 2)
             if FORM.D_IS_LENT:
-                load_lent_state(upper, lower, at, full_d, tiles.d_states, K, V)
+                load_lent_state(upper, lower, at, full_d, tiles.d_states)
             else:
-                load_state(upper, at.own * V, full_d, tiles.d_states, half * K)
+                load_rows(upper, at.own * FORM.V, full_d, tiles.d_states, half * FORM.K)
             mbarrier.wait(barriers.empty_s.index(0), (done & 1) ^ 1)
-            mbarrier.expect(full_s, V * K * 2)
-            load_state(states, kept * V, full_s, tiles.states, half * K)
-            if done % GROUP == 0:
+            mbarrier.expect(full_s, FORM.V * FORM.K * 2)
+            load_rows(states, kept * FORM.V, full_s, tiles.states, half * FORM.K)
+            if done % FORM.GROUP == 0:
                 full_k = barriers.full_k.index(0)
-                mbarrier.wait(barriers.empty_k.index(0), ((done // GROUP) & 1) ^ 1)
-                mbarrier.expect(full_k, CHUNK * K * 4)
-                load(k, at.token, at.head * K, at.left, full_k, tiles.k, FORM.ENDS)
-                load(q, at.token, at.head * K, at.left, full_k, tiles.q, FORM.ENDS)
+                mbarrier.wait(barriers.empty_k.index(0), ((done // FORM.GROUP) & 1) ^ 1)
+                mbarrier.expect(full_k, CHUNK * FORM.K * 4)
+                load(k, at.token, at.head * FORM.K, at.left, full_k, tiles.k, FORM.ENDS)
+                load(q, at.token, at.head * FORM.K, at.left, full_k, tiles.q, FORM.ENDS)
             done += 1
 
 
 @gluon.jit
-def store_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+def store_role(shared, of, FORM: gl.constexpr):
     """One warp: dv (VALUES) of every value head, dq and dk of every pair; their places are free."""
-    GROUP: gl.constexpr = FORM.GROUP
     tiles, barriers, work = shared
     d_q, d_k, d_v = of
     done = 0
-    for number in range(work.count * GROUP):
+    for number in range(work.count * FORM.GROUP):
         at = pair_of(number, work, FORM)
         if at.left > 0:
             slot = done % 2
@@ -252,39 +249,35 @@ def store_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr)
                 mbarrier.wait(barriers.has_values.index(slot), (done // 2) & 1)
                 x = tiles.d_errors.index(slot)
                 if at.head % FORM.HALVES == 0:
-                    store(d_v, at.token, at.value_head * V, at.left, x, FORM.ENDS)
+                    store(d_v, at.token, at.value_head * FORM.V, at.left, x, FORM.ENDS)
                 tma.store_wait(0)
                 mbarrier.arrive(barriers.empty.index(slot))
-            if done % GROUP == GROUP - 1:
-                mbarrier.wait(barriers.has_keys.index(0), (done // GROUP) & 1)
-                store(d_q, at.token, at.head * K, at.left, tiles.q, FORM.ENDS)
-                store(d_k, at.token, at.head * K, at.left, tiles.k, FORM.ENDS)
+            if done % FORM.GROUP == FORM.GROUP - 1:
+                mbarrier.wait(barriers.has_keys.index(0), (done // FORM.GROUP) & 1)
+                store(d_q, at.token, at.head * FORM.K, at.left, tiles.q, FORM.ENDS)
+                store(d_k, at.token, at.head * FORM.K, at.left, tiles.k, FORM.ENDS)
                 tma.store_wait(0)
                 mbarrier.arrive(barriers.empty_k.index(0))
             done += 1
 
 
 @gluon.jit
-def place_of_errors(number, V: gl.constexpr, FORM: gl.constexpr):
+def place_of_errors(number, FORM: gl.constexpr):
     """Where E or X of a chunk are, by parts or, of wide heads, with all values in a row."""
     found = [number * CHUNK, 0]
     if FORM.HALVES > 1:
-        found = [number // FORM.PER_GATE * CHUNK, number % FORM.PER_GATE * V]
+        found = [number // FORM.PER_GATE * CHUNK, number % FORM.PER_GATE * FORM.V]
     return found
 
 
 @gluon.jit
-def load_state(x, row, full, tile, column=0):
-    place = place_of_rows(x, row, tile.shape[0], column)
-    tma.async_copy_global_to_shared(x, place, full, framed(tile, x))
-
-
-@gluon.jit
-def load_lent_state(upper, lower, at, full, tile, K: gl.constexpr, V: gl.constexpr):
+def load_lent_state(upper, lower, at, full, tile):
     """[V, K] of a chunk, of which the first 64 rows lie in one tensor of tokens, the others in one.
 
     Tiles of 64 columns: of a tile with more rows those lie apart from the others.
     """
+    V: gl.constexpr = tile.shape[0]
+    K: gl.constexpr = tile.shape[1]
     for top in gl.static_range(0, V, CHUNK):
         for left in gl.static_range(0, K, CHUNK):
             part = tile.slice(top, CHUNK).slice(left, CHUNK, 1)

@@ -19,9 +19,10 @@ from deltarule.ops.delta_rule.gluon import stage
 from deltarule.ops.delta_rule.gluon.backward import fused_backward_kernel
 from deltarule.ops.delta_rule.gluon.channel_gradients import channel_gradients_kernel
 from deltarule.ops.delta_rule.gluon.gradients import fused_gradients_kernel
-from deltarule.ops.delta_rule.gluon.memory import CHUNK
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form
 from deltarule.ops.delta_rule.gluon.stage import (
     CHANNEL_SIZES,
+    ends,
     has_tensor_memory,
     norms_of,
     of_heads,
@@ -148,13 +149,6 @@ def lends(call: Call) -> bool:
     return whole and stage.pays(inputs, call.plan, True) and takes_whole(call)
 
 
-def ends(call: Call) -> str:
-    """Of sequences: "whole" chunks, "ragged" ones, or those of "packed" sequences."""
-    if call.inputs.cu_seqlens is not None:
-        return "packed"
-    return "ragged" if call.inputs.q.shape[1] % CHUNK.value else "whole"
-
-
 def lent(call: Call) -> tuple[str, ...]:
     """What the gradients' kernel finds where it will write them: X in dv, and D in dq and dk.
 
@@ -243,9 +237,8 @@ def gradients_launch(call: Call, kept: bool, x_is_lent: bool, d_is_lent: bool) -
     tiles = {"states": of_state, "upper": part if d_is_lent else of_state, "lower": part}
     choices = {
         "GROUP": inputs.v.shape[2] // heads * parts, "PER_GATE": inputs.per_gate * parts,
-        "HALVES": halves,
-        "VALUES": not scan_back_has_values(call), "KEPT": kept, "X_IS_LENT": x_is_lent,
-        "D_IS_LENT": d_is_lent, "TENSOR": has_tensor_memory(inputs.q.device),
+        "HALVES": halves, "VALUES": not scan_back_has_values(call), "KEPT": kept,
+        "X_IS_LENT": x_is_lent, "D_IS_LENT": d_is_lent,
     }  # fmt: skip
     return launch_of(fused_gradients_kernel, call, sizes, tiles, choices)
 
@@ -255,18 +248,21 @@ def backward(call: Call, d_end: Tensor | None) -> None:
     errors = call.inputs.v if call.inputs.beta is None else call["errors"]
     own = {"errors": errors, "norms": norms_of(call), "d_final": d_end}
     programs = stretches(call.inputs, call.plan) * call["heads"]
-    call.run(call.once(backward_launch, bool(call["lends"])), (programs, 1, 1), own)
+    launch = call.once(backward_launch, bool(call["lends"]), d_end is not None)
+    call.run(launch, (programs, 1, 1), own)
 
 
-def backward_launch(call: Call, lends: bool) -> Launch:
+def backward_launch(call: Call, lends: bool, final: bool) -> Launch:
     inputs, sizes, rows = call.inputs, (WHOLE_SIZE, WHOLE_SIZE), CHUNK.value
     heads, tiles = inputs.q.shape[2], {"states": of_states(inputs, [*sizes])}
     if lends:
         tiles = dict.fromkeys(("states", "lower_states"), (heads * WHOLE_SIZE, [rows, rows]))
         tiles["errors"] = of_heads(heads, WHOLE_SIZE, [rows, WHOLE_SIZE])
     tiles |= {x: (rows, [rows, rows]) for x in ("scores", "corrections") if call[x] is not None}
-    (keys, values), cut = (inputs.q.shape[3], inputs.v.shape[3]), call.plan.per_segment > 0
-    choices = {"KEYS": keys, "WIDTH": values, "CUT": cut}
+    choices = {
+        "KEYS": inputs.q.shape[3], "WIDTH": inputs.v.shape[3], "CUT": call.plan.per_segment > 0,
+        "SCORES": call["scores"] is not None, "LENDS": lends, "FINAL": final,
+    }  # fmt: skip
     return launch_of(fused_backward_kernel, call, sizes, tiles, choices)
 
 
@@ -283,30 +279,31 @@ def channel_gradients(call: Call) -> None:
 
 def channel_launch(call: Call) -> Launch:
     of_state = of_states(call.inputs, [*CHANNEL_SIZES[::-1]])
-    tiles, others = dict.fromkeys(("states", "d_states"), of_state), OTHERS_OF_CHANNELS
-    return launch_of(channel_gradients_kernel, call, CHANNEL_SIZES, tiles, {"REGISTERS": others})
+    tiles = dict.fromkeys(("states", "d_states"), of_state)
+    return launch_of(channel_gradients_kernel, call, CHANNEL_SIZES, tiles, {})
 
 
 def launch_of(
     kernel: Any, call: Call, sizes: tuple[int, int], tiles: dict[str, Any], own: dict[str, Any]
 ) -> Launch:
-    """A kernel for tiles of so many keys and values, with `tiles` and constants of its own."""
+    """A kernel for tiles of so many keys and values, with `tiles` and a form of its own."""
     inputs, tied, (keys, values) = call.inputs, call.inputs.beta is not None, sizes
     (heads, key_size), (value_heads, value_size) = inputs.q.shape[2:], inputs.v.shape[2:]
     where, rows = call.once(ends), CHUNK.value
     of_keys = of_heads(heads, key_size, [rows, keys])
     of_values = of_heads(value_heads, value_size, [rows, values])
     of_chunk = value_size, [rows, values]
-    constants = {
-        "K": keys, "V": values, "TIED": tied, "DECAY": inputs.log_decay is not None,
-        "UNIT": inputs.normalize_qk, "ENDS": where, "REGISTERS": OTHERS,
-    } | own  # fmt: skip
+    form = Form(
+        K=keys, V=values, TIED=tied, UNIT=inputs.normalize_qk, ENDS=where,
+        DECAY=inputs.log_decay is not None and not inputs.by_channel,
+        TENSOR=has_tensor_memory(inputs.q.device), **own,
+    )  # fmt: skip
+    others = OTHERS_OF_CHANNELS if inputs.by_channel else OTHERS
+    constants = {"FORM": form, "REGISTERS": others, "num_warps": 8, "maxnreg": AVERAGE}
     of_tokens = dict.fromkeys(("q", "k", "d_q", "d_k"), of_keys)
     of_tokens |= dict.fromkeys(("log_decay", "d_log_decay") if inputs.by_channel else (), of_keys)
     of_tokens |= {"d_o": of_values, "d_v": of_values, "errors": of_chunk if tied else of_values}
-    of_tokens["d_errors"] = of_values if own.get("X_IS_LENT") or not tied else of_chunk
+    of_tokens["d_errors"] = of_values if form.X_IS_LENT or not tied else of_chunk
     of_tokens = up_to_ends(of_tokens, where)
-    constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
-    constants |= {"num_warps": 8, "maxnreg": AVERAGE}
     of_tokens = {name: of for name, of in of_tokens.items() if name in kernel.arg_names}
     return FusedLaunch(kernel, constants, of_tokens | tiles)

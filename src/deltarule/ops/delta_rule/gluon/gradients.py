@@ -16,10 +16,7 @@ has both operands in shared memory.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from deltarule.ops.delta_rule.gluon.gates import add
 from deltarule.ops.delta_rule.gluon.gradient_memory import (
@@ -36,7 +33,7 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     places_of_rows,
     store_role,
 )
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, grid, single_barriers
 from deltarule.ops.delta_rule.gluon.products import finish, gradient_places, start, tell, value
 from deltarule.ops.delta_rule.gluon.score import NOTHING
 from deltarule.ops.delta_rule.triton.tiles import RESET, SCALING, SCALINGS, SUM
@@ -181,8 +178,7 @@ def sums_of_halves(x, COLUMNS: gl.constexpr):
 def diagonal_halves(x):
     """The diagonal of x [64, 64], each number in the half of the columns where it is, else 0."""
     LAYOUT: gl.constexpr = x.type.layout
-    o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
-    o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
+    o_i, o_j = grid(CHUNK, CHUNK, LAYOUT)
     return sums_of_halves(gl.where(o_i == o_j, x, 0.0), CHUNK)
 
 
@@ -192,7 +188,7 @@ def leave_pairs(tiles, row, gp, gm, TIED: gl.constexpr, DECAY: gl.constexpr):
     LAYOUT: gl.constexpr = halves(CHUNK)
     I: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     J: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    o_i, o_j = gl.arange(0, CHUNK, I)[:, None], gl.arange(0, CHUNK, J)[None, :]
+    o_i, o_j = grid(CHUNK, CHUNK, LAYOUT)
     factor = gl.expand_dims(tiles.factors.index(row + FACTOR.KEY).load(J), 0)
     if DECAY:
         # What is left of token j at token i, where a pair is there; else 0.
@@ -219,9 +215,7 @@ def row_factor(tiles, row, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def start_state_products(
-    tiles, barriers, slot, n, places, zero, V: gl.constexpr, FORM: gl.constexpr
-):
+def start_state_products(tiles, barriers, slot, n, places, zero, FORM: gl.constexpr):
     """Those with S and D, in flight: D^T w / beta, S^T dO, S^T X, and D S^T of 64 rows each."""
     d_o, errors = tiles.d_o.index(slot), tiles.errors.index(slot)
     mbarrier.wait(barriers.full_d.index(0), n & 1)
@@ -233,7 +227,7 @@ def start_state_products(
         erased = start(places.erased, tiles.d_errors.index(slot), tiles.states, zero, False)
     if FORM.DECAY:
         held = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
-        for first in gl.static_range(0, V, CHUNK):
+        for first in gl.static_range(0, FORM.V, CHUNK):
             held = start(
                 places.held, tiles.d_states.slice(first, CHUNK),
                 tiles.states.slice(first, CHUNK).permute((1, 0)), held,
@@ -245,9 +239,9 @@ def start_state_products(
 @gluon.jit
 def store_beta_gradient(d_beta, tiles, row, at, work, x, FORM: gl.constexpr):
     """dbeta: x [64, 2] has each token's in the half where its column is."""
-    ROW: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    HALF: gl.constexpr = gl.SliceLayout(0, x.type.layout)
-    o_r, o_h = gl.arange(0, CHUNK, ROW)[:, None], gl.arange(0, 2, HALF)[None, :]
+    LAYOUT: gl.constexpr = x.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    o_r, o_h = grid(CHUNK, 2, LAYOUT)
     there = o_r // (CHUNK // 2) == o_h
     if FORM.HALVES > 1:
         # Both halves of the keys come to the same.
@@ -258,8 +252,9 @@ def store_beta_gradient(d_beta, tiles, row, at, work, x, FORM: gl.constexpr):
 
 
 @gluon.jit
-def leave_values(tiles, barriers, x, row, slot, V: gl.constexpr):
+def leave_values(tiles, barriers, x, row, slot):
     """dv = beta X to where X was."""
+    V: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // V, V // 8], [8, 1], [1, 0])
     d_v = x.load(LAYOUT).to(gl.float32) * row_factor(tiles, row + FACTOR.BETAS, LAYOUT)
     x.store(d_v.to(x.dtype))
@@ -268,10 +263,10 @@ def leave_values(tiles, barriers, x, row, slot, V: gl.constexpr):
 
 
 @gluon.jit
-def compute_role(shared, d_beta, places, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+def compute_role(shared, d_beta, places, FORM: gl.constexpr):
     tiles, barriers, work = shared
-    ACROSS: gl.constexpr = halves(K)
-    keys = gl.zeros([CHUNK, K], gl.float32, ACROSS)
+    ACROSS: gl.constexpr = halves(FORM.K)
+    keys = gl.zeros([CHUNK, FORM.K], gl.float32, ACROSS)
     count = work.count
     if FORM.ENDS == "packed":
         count = pairs_there(work, FORM.HALVES)
@@ -282,9 +277,7 @@ def compute_role(shared, d_beta, places, K: gl.constexpr, V: gl.constexpr, FORM:
         k_norm = q_norm
         for head in range(FORM.GROUP):
             at = pair, head, pair * FORM.GROUP + head
-            read, written, erased, inner = of_value_head(
-                shared, d_beta, places, at, keys, K, V, FORM
-            )
+            read, written, erased, inner = of_value_head(shared, d_beta, places, at, keys, FORM)
             slot = (pair * FORM.GROUP + head) % 2
             if FORM.UNIT:
                 q_norm = row_factor(tiles, slot * FACTORS + FACTOR.QUERY_NORM, ACROSS)
@@ -292,8 +285,8 @@ def compute_role(shared, d_beta, places, K: gl.constexpr, V: gl.constexpr, FORM:
             mbarrier.arrive(barriers.empty.index(slot))
             if FORM.DECAY:
                 k, q = tiles.k.load(ACROSS).to(gl.float32), tiles.q.load(ACROSS).to(gl.float32)
-                tiles.sums.index(SUM.QUERIES).store(sums_of_halves(q * read, K))
-                tiles.sums.index(SUM.KEYS).store(sums_of_halves(k * (erased - inner), K))
+                tiles.sums.index(SUM.QUERIES).store(sums_of_halves(q * read, FORM.K))
+                tiles.sums.index(SUM.KEYS).store(sums_of_halves(k * (erased - inner), FORM.K))
                 mbarrier.arrive(barriers.has_sums.index(0))
             written += erased + inner
             d_q, d_k = d_q + read, d_k + written
@@ -303,18 +296,16 @@ def compute_role(shared, d_beta, places, K: gl.constexpr, V: gl.constexpr, FORM:
 
 
 @gluon.jit
-def of_value_head(
-    shared, d_beta, places, at, keys, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr
-):
+def of_value_head(shared, d_beta, places, at, keys, FORM: gl.constexpr):
     """dq, and dk in three parts: col from D, row, and col from GP and GM; dbeta and dv are stored.
 
     `keys` are zeros.
     """
     tiles, barriers, work = shared
     pair, head, n = at
-    ACROSS: gl.constexpr = halves(K)
+    ACROSS: gl.constexpr = halves(FORM.K)
     # Products that start after those of pairs.
-    LATER: gl.constexpr = 2 + (1 if FORM.TIED else 0) + (V // CHUNK if FORM.DECAY else 0)
+    LATER: gl.constexpr = 2 + (1 if FORM.TIED else 0) + (FORM.V // CHUNK if FORM.DECAY else 0)
     PAIRS: gl.constexpr = halves(CHUNK)
     pairs = gl.zeros([CHUNK, CHUNK], gl.float32, PAIRS)
     slot, place = n % 2, pair_of(n, work, FORM)
@@ -326,9 +317,7 @@ def of_value_head(
     if FORM.TIED:
         gm = start(places.erase_pairs, tiles.d_errors.index(slot), errors, pairs, False)
     tell(places.has_pairs)
-    written, read, erased, held = start_state_products(
-        tiles, barriers, slot, n, places, keys, V, FORM
-    )
+    sums = start_state_products(tiles, barriers, slot, n, places, keys, FORM)
     gp, gm = finish((gp, gm), places.has_pairs, n & 1, LATER)
     gp, gm = value(gp, PAIRS), value(gm, PAIRS)
     if FORM.TIED:
@@ -336,7 +325,7 @@ def of_value_head(
         store_beta_gradient(d_beta, tiles, row, place, work, gm_diagonal, FORM)
     leave_pairs(tiles, row, gp, gm, FORM.TIED, FORM.DECAY)
     fence_async_shared()
-    written, read, erased, held = finish((written, read, erased, held), places.has_states, n & 1)
+    written, read, erased, held = finish(sums, places.has_states, n & 1)
     written, read, erased = value(written, ACROSS), value(read, ACROSS), value(erased, ACROSS)
     # Barriers of the role, too: GP and GM are there for all warps.
     mbarrier.arrive(barriers.empty_d.index(0))
@@ -367,9 +356,9 @@ def of_value_head(
     tell(places.has_keys)
     if FORM.DECAY:
         k = tiles.k.load(ACROSS).to(gl.float32)
-        tiles.sums.index(SUM.WRITES).store(sums_of_halves(k * written, K))
+        tiles.sums.index(SUM.WRITES).store(sums_of_halves(k * written, FORM.K))
     if FORM.VALUES:
-        leave_values(tiles, barriers, tiles.d_errors.index(slot), row, slot, V)
+        leave_values(tiles, barriers, tiles.d_errors.index(slot), row, slot)
     if FORM.TIED and FORM.DECAY:
         inner, read, erased = finish((inner, read, erased), places.has_keys, n & 1)
         erased = value(erased, ACROSS)
@@ -407,11 +396,8 @@ GENERAL += ["T", "s_decay_b", "s_decay_t", "s_decay_h"]
 def fused_gradients_kernel(
     q, k, d_o, errors, d_errors, states, upper, lower, d_q, d_k, d_v, scalings, norms, chunk_decay,
     d_beta, log_decay, d_log_decay, cu_seqlens, sequences, scale, pairs, heads, chunks, before,
-    own_chunks, all_chunks, T, s_decay_b, s_decay_t, s_decay_h, K: gl.constexpr, V: gl.constexpr,
-    GROUP: gl.constexpr, PER_GATE: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr,
-    UNIT: gl.constexpr, VALUES: gl.constexpr, KEPT: gl.constexpr, X_IS_LENT: gl.constexpr,
-    D_IS_LENT: gl.constexpr, TENSOR: gl.constexpr, ENDS: gl.constexpr, REGISTERS: gl.constexpr,
-    HALVES: gl.constexpr = 1,
+    own_chunks, all_chunks, T, s_decay_b, s_decay_t, s_decay_h, FORM: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of tiles up to d_v; without an erase `errors` is v, and X is not there.
 
@@ -420,33 +406,28 @@ def fused_gradients_kernel(
     (`lower`), and X, if it is lent, lies where dv will. A program adds up what the PER_GATE value
     heads of a gate leave for it.
     """
-    dtype: gl.constexpr = q.dtype
-    FORM: gl.constexpr = Form(
-        TIED, DECAY, UNIT, ENDS, PER_GATE=PER_GATE, GROUP=GROUP, VALUES=VALUES, KEPT=KEPT,
-        X_IS_LENT=X_IS_LENT, D_IS_LENT=D_IS_LENT, HALVES=HALVES,
-    )  # fmt: skip
     first, step = gl.program_id(0), gl.num_programs(0)
-    count, heads = (pairs - first + step - 1) // step * HALVES, heads * HALVES
+    count, heads = (pairs - first + step - 1) // step * FORM.HALVES, heads * FORM.HALVES
     cu_seqlens, sequences = present(cu_seqlens, T), present(sequences, T)
     work = Work(
         first, step, count, heads, chunks, before, own_chunks, all_chunks, T, cu_seqlens, sequences
     )
-    tiles = new_tiles(dtype, K, V, FORM)
+    tiles = new_tiles(q.dtype, FORM)
+    full, empty = new_barrier(2, 2), new_barrier(2, 2 if FORM.VALUES else 1)
     barriers = Barriers(
-        new_barrier(2, 2), new_barrier(2, 2 if VALUES else 1), new_barrier(1, 1), new_barrier(1, 1),
-        new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
-        new_barrier(2, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
+        full, empty, new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
+        new_barrier(1, 1), new_barrier(1, 1), new_barrier(2, 1), *single_barriers(3),
     )  # fmt: skip
-    places = gradient_places(K, TIED, DECAY, TENSOR)
+    places = gradient_places(FORM)
     barrier()
     shared = tiles, barriers, work
     loads = q, k, d_o, errors, d_errors, states, upper, lower
     decays = log_decay, d_log_decay, chunk_decay, T, s_decay_b, s_decay_t, s_decay_h
     gl.warp_specialize(
         [
-            (compute_role, (shared, d_beta, places, K, V, FORM)),
-            (load_role, (shared, loads, K, V, FORM)),
-            (store_role, (shared, (d_q, d_k, d_v), K, V, FORM)),
+            (compute_role, (shared, d_beta, places, FORM)),
+            (load_role, (shared, loads, FORM)),
+            (store_role, (shared, (d_q, d_k, d_v), FORM)),
             (factor_role, (shared, scalings, norms, scale, FORM)),
             (decay_role, (shared, decays, FORM)),
         ],

@@ -7,6 +7,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from deltarule.ops.runtime.gluon_tiles import new_barrier
 from deltarule.ops.runtime.rows import row_names
 
 # Rows of a chunk: those of one warpgroup's product. With n writes a token, a token has n rows.
@@ -58,16 +59,18 @@ Barriers = namedtuple(
 
 
 class Form(NamedTuple):
-    """What a call has, in forwards and backwards: a tied erase, and scalings of rows.
+    """What a kernel is compiled for, in forwards and backwards: a tied erase, scalings of rows.
 
     Those are of decays and unit norm; with a decay per channel tiles are scaled before their
     products, and the norms with them (NORMS). ENDS: sequences have "whole" chunks, a last one may
     be "ragged", or they are "packed". STEPS is the number n of a token's writes, in the rows n t to
     n t + n - 1. PER_GATE heads share a gate, and what is saved but S and E: they leave the same
-    bits there. A key has KEYS channels and a value WIDTH.
+    bits there. Tiles have K keys and V values, a key KEYS channels and a value WIDTH. Products have
+    TENSOR memory, or registers.
 
-    Forwards may have an INITIAL state, and SAVE what backwards ask for, SCORES among it; S and E
-    lie where gradients will (LENDS). Gradients are those of GROUP value heads of a key head.
+    Forwards have PARTS state roles, and SLOTS for chunks in shared memory; they may have an INITIAL
+    state, and SAVE what backwards ask for, SCORES among it; S and E lie where gradients will
+    (LENDS). Gradients are those of GROUP value heads of a key head.
     VALUES: dv is left. KEPT: S and E are those of all chunks. D and X may lie in the gradients. In
     one kernel with the scan back sequences may be CUT, and D given at their ends (FINAL). Where
     HALVES are 2, programs take the halves of a key head's channels in turn, as if they were heads.
@@ -77,11 +80,16 @@ class Form(NamedTuple):
     DECAY: bool
     UNIT: bool
     ENDS: str
+    K: int = 128
+    V: int = 128
+    TENSOR: bool = False
     NORMS: bool = False
     STEPS: int = 1
     PER_GATE: int = 1
     KEYS: int = 128
     WIDTH: int = 128
+    PARTS: int = 2
+    SLOTS: int = 1
     INITIAL: bool = False
     SAVE: bool = False
     SCORES: bool = False
@@ -119,9 +127,25 @@ def straight(rank: int = 2, bits: int = 32) -> Any:
 
 
 @triton.constexpr_function
-def product(columns: int) -> Any:
-    """The sums of a warpgroup's product of 64 rows."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def product(columns: int, warps: int = 4) -> Any:
+    """The sums of a product of 64 rows by a warpgroup, or by 8 warps of 128."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+
+
+@gluon.jit
+def grid(ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, FIRST: gl.constexpr = 0):
+    """The numbers of rows from FIRST on, one below the other, and of columns, side by side."""
+    o_r = FIRST + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    return o_r, gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+
+
+@gluon.jit
+def single_barriers(number: gl.constexpr) -> Any:
+    """So many, each of one place that one role tells of."""
+    found = (new_barrier(1, 1),)
+    for _ in gl.static_range(number - 1):
+        found = found + (new_barrier(1, 1),)  # type: ignore[assignment] # noqa: RUF005
+    return found
 
 
 @gluon.jit

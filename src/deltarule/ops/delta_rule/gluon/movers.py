@@ -36,15 +36,30 @@ def framed(tile, x):
 
 
 @gluon.jit
-def load(x, row, column, rows, full, tile, ENDS: gl.constexpr):
-    """A tile of x from a row and a column on; so many rows of it are there."""
-    place = place_of_chunk(x, row, column, rows, tile.shape[1], ENDS)
+def room(full, empty, phase, size: gl.constexpr):
+    """The barrier of a single place, once it is free again, to which so many bytes will come."""
+    mbarrier.wait(empty.index(0), phase)
+    mbarrier.expect(full.index(0), size)
+    return full.index(0)
+
+
+@gluon.jit
+def load_rows(x, row, full, tile, column=0):
+    """Of states, or of what else chunks have their own rows of: a tile that is all there."""
+    place = place_of_rows(x, row, tile.shape[0], column)
     tma.async_copy_global_to_shared(x, place, full, framed(tile, x))
 
 
 @gluon.jit
-def store(x, row, column, rows, tile, ENDS: gl.constexpr):
-    place = place_of_chunk(x, row, column, rows, tile.shape[1], ENDS)
+def load(x, row, column, rows, full, tile, ENDS: gl.constexpr, PARTS: gl.constexpr = 1):
+    """A tile of x, or of PARTS of one, from a row and a column on; so many rows of it are there."""
+    place = place_of_chunk(x, row, column, rows, PARTS * tile.shape[1], ENDS)
+    tma.async_copy_global_to_shared(x, place, full, framed(tile, x))
+
+
+@gluon.jit
+def store(x, row, column, rows, tile, ENDS: gl.constexpr, PARTS: gl.constexpr = 1):
+    place = place_of_chunk(x, row, column, rows, PARTS * tile.shape[1], ENDS)
     tma.async_copy_shared_to_global(x, place, framed(tile, x))
 
 
@@ -63,9 +78,7 @@ def place_of_chunk(x, row, column, rows, WIDTH: gl.constexpr, ENDS: gl.constexpr
 
 
 @gluon.jit
-def load_role(
-    shared, of, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr
-):
+def load_role(shared, of, FORM: gl.constexpr):
     """q, k and v, which are descriptors, to their slots; of decays per channel their logs, too.
 
     The place of log decays is free as soon as their chunk is scaled: with as many places as q, k
@@ -73,54 +86,50 @@ def load_role(
     """
     tiles, _, place, _ = shared
     DECAYS: gl.constexpr = len(of) > 3
-    FIRST: gl.constexpr = DECAYS and tiles.decays.shape[0] == SLOTS
+    FIRST: gl.constexpr = DECAYS and tiles.decays.shape[0] == FORM.SLOTS
     for i in range(place.chunks):
         if FIRST:
-            load_decays(shared, of[3], i, K, SLOTS, FORM)
-        load_chunk(shared, of, i, K, PARTS, SLOTS, FORM)
+            load_decays(shared, of[3], i, FORM)
+        load_chunk(shared, of, i, FORM)
         if DECAYS and not FIRST:
-            load_decays(shared, of[3], i, K, SLOTS, FORM)
+            load_decays(shared, of[3], i, FORM)
 
 
 @gluon.jit
-def load_chunk(
-    shared, of, i, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr
-):
+def load_chunk(shared, of, i, FORM: gl.constexpr):
     tiles, barriers, place, _ = shared
     q, k, v = of[0], of[1], of[2]
-    STEPS: gl.constexpr = FORM.STEPS
-    QUERIES: gl.constexpr = CHUNK // STEPS
-    slot, full = i % SLOTS, barriers.full.index(i % SLOTS)
-    mbarrier.wait(barriers.empty.index(slot), ((i // SLOTS) & 1) ^ 1)
-    mbarrier.expect(full, (QUERIES * K + CHUNK * (K + PARTS * VALUES)) * 2)
+    QUERIES: gl.constexpr = CHUNK // FORM.STEPS
+    slot, full = i % FORM.SLOTS, barriers.full.index(i % FORM.SLOTS)
+    mbarrier.wait(barriers.empty.index(slot), ((i // FORM.SLOTS) & 1) ^ 1)
+    mbarrier.expect(full, (QUERIES * FORM.K + CHUNK * (FORM.K + FORM.PARTS * VALUES)) * 2)
     token, left = place.start.to(gl.int32) + i * QUERIES, place.tokens - i * QUERIES
     left = gl.minimum(left, QUERIES)
-    row, rows, column = token * STEPS, left * STEPS, place.key_head * K
+    row, rows, column = token * FORM.STEPS, left * FORM.STEPS, place.key_head * FORM.K
     load(k, row, column, rows, full, tiles.k.index(slot), FORM.ENDS)
     load(q, token, column, left, full, tiles.q.index(slot), FORM.ENDS)
-    for part in gl.static_range(PARTS):
-        column = (place.value_head * PARTS + part) * VALUES
-        at = place_of_chunk(v, row, column, rows, PARTS * VALUES, FORM.ENDS)
-        x = framed(tiles.v.index(slot * PARTS + part), v)
-        tma.async_copy_global_to_shared(v, at, full, x)
+    for part in gl.static_range(FORM.PARTS):
+        column = (place.value_head * FORM.PARTS + part) * VALUES
+        x = tiles.v.index(slot * FORM.PARTS + part)
+        load(v, row, column, rows, full, x, FORM.ENDS, FORM.PARTS)
 
 
 @gluon.jit
-def load_decays(shared, log_decay, i, K: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr):
+def load_decays(shared, log_decay, i, FORM: gl.constexpr):
     """Those of a chunk, once all have scaled what lay there."""
     tiles, barriers, place, _ = shared
     DECAY_SLOTS: gl.constexpr = tiles.decays.shape[0]
-    before, slot = i + SLOTS - DECAY_SLOTS, i % DECAY_SLOTS
-    mbarrier.wait(barriers.copied.index(before % SLOTS), ((before // SLOTS) & 1) ^ 1)
+    before, slot = i + FORM.SLOTS - DECAY_SLOTS, i % DECAY_SLOTS
+    mbarrier.wait(barriers.copied.index(before % FORM.SLOTS), ((before // FORM.SLOTS) & 1) ^ 1)
     fetched = barriers.fetched.index(slot)
-    mbarrier.expect(fetched, CHUNK * K * 4)
+    mbarrier.expect(fetched, CHUNK * FORM.K * 4)
     token, left = place.start.to(gl.int32) + i * CHUNK, gl.minimum(place.tokens - i * CHUNK, CHUNK)
-    column, tile = place.value_head * K, tiles.decays.index(slot)
+    column, tile = place.value_head * FORM.K, tiles.decays.index(slot)
     load(log_decay, token, column, left, fetched, tile, FORM.ENDS)
 
 
 @gluon.jit
-def store_role(shared, o, PARTS: gl.constexpr, LATE: gl.constexpr, FORM: gl.constexpr):
+def store_role(shared, o, LATE: gl.constexpr, FORM: gl.constexpr):
     """o, a descriptor, from shared memory.
 
     LATE: that o of a chunk is there is said in the next; before the first there is nothing.
@@ -129,17 +138,16 @@ def store_role(shared, o, PARTS: gl.constexpr, LATE: gl.constexpr, FORM: gl.cons
     LATER: gl.constexpr = 1 if LATE else 0
     QUERIES: gl.constexpr = CHUNK // FORM.STEPS
     if LATE:
-        for part in gl.static_range(PARTS):
+        for part in gl.static_range(FORM.PARTS):
             mbarrier.wait(barriers.written.index(part), 0)
             mbarrier.arrive(barriers.stored.index(part))
     for i in range(place.chunks):
         row, left = place.start.to(gl.int32) + i * QUERIES, place.tokens - i * QUERIES
         left = gl.minimum(left, QUERIES)
-        for part in gl.static_range(PARTS):
+        for part in gl.static_range(FORM.PARTS):
             mbarrier.wait(barriers.written.index(part), (i & 1) ^ LATER)
-            column = (place.value_head * PARTS + part) * VALUES
-            at = place_of_chunk(o, row, column, left, PARTS * VALUES, FORM.ENDS)
-            tma.async_copy_shared_to_global(o, at, framed(tiles.o.index(part), o))
-        for part in gl.static_range(PARTS):
-            tma.store_wait(PARTS - 1 - part)
+            column = (place.value_head * FORM.PARTS + part) * VALUES
+            store(o, row, column, left, tiles.o.index(part), FORM.ENDS, FORM.PARTS)
+        for part in gl.static_range(FORM.PARTS):
+            tma.store_wait(FORM.PARTS - 1 - part)
             mbarrier.arrive(barriers.stored.index(part))

@@ -70,45 +70,46 @@ def told():
 
 
 @gluon.jit
-def state_places(
-    dtype: gl.constexpr, K: gl.constexpr, QUERIES: gl.constexpr, ROWS: gl.constexpr,
-    TIED: gl.constexpr, TENSOR: gl.constexpr,
-):  # fmt: skip
-    """A state role's, for so many QUERIES of a chunk, of which it makes so many ROWS of P."""
+def state_places(dtype: gl.constexpr, FORM: gl.constexpr):
+    """A state role's, which makes its share of the rows of P."""
+    QUERIES: gl.constexpr = CHUNK // FORM.STEPS
+    ROWS: gl.constexpr = QUERIES // FORM.PARTS
     found = StatePlaces(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    if TENSOR:
+    if FORM.TENSOR:
         erased, pairs, has_erased, has_pairs, has_values, has_read = 0, 0, 0, 0, 0, 0
-        if TIED:
+        if FORM.TIED:
             erased, pairs = room_for(gl.float32, CHUNK), room_for(gl.float32, ROWS)
             has_erased, has_pairs, has_values, has_read = told(), told(), told(), told()
         found = StatePlaces(
-            room_for(gl.float32, K), room_for(gl.float32, QUERIES), erased, pairs,
-            room_for(dtype, K), room_for(dtype, CHUNK), room_for(dtype, CHUNK),
+            room_for(gl.float32, FORM.K), room_for(gl.float32, QUERIES), erased, pairs,
+            room_for(dtype, FORM.K), room_for(dtype, CHUNK), room_for(dtype, CHUNK),
             told(), has_erased, has_pairs, has_values, has_read, told(),
         )  # fmt: skip
     return found
 
 
 @gluon.jit
-def score_places(QUERIES: gl.constexpr, TIED: gl.constexpr, TENSOR: gl.constexpr):
+def score_places(FORM: gl.constexpr):
     found = ScorePlaces(0, 0)
-    if TENSOR:
-        found = ScorePlaces(room_for(gl.float32, CHUNK if TIED else QUERIES), told())
+    if FORM.TENSOR:
+        COLUMNS: gl.constexpr = CHUNK if FORM.TIED else CHUNK // FORM.STEPS
+        found = ScorePlaces(room_for(gl.float32, COLUMNS), told())
     return found
 
 
 @gluon.jit
-def gradient_places(K: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr, TENSOR: gl.constexpr):
+def gradient_places(FORM: gl.constexpr):
     found = GradientPlaces(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    if TENSOR:
+    if FORM.TENSOR:
         erase_pairs, held, erased = 0, 0, 0
-        if TIED:
-            erase_pairs, erased = room_for(gl.float32, CHUNK), room_for(gl.float32, K)
-        if DECAY:
+        if FORM.TIED:
+            erase_pairs, erased = room_for(gl.float32, CHUNK), room_for(gl.float32, FORM.K)
+        if FORM.DECAY:
             held = room_for(gl.float32, CHUNK)
         found = GradientPlaces(
-            room_for(gl.float32, CHUNK), erase_pairs, room_for(gl.float32, K),
-            room_for(gl.float32, K), erased, held, room_for(gl.float32, K), told(), told(), told(),
+            room_for(gl.float32, CHUNK), erase_pairs, room_for(gl.float32, FORM.K),
+            room_for(gl.float32, FORM.K), erased, held, room_for(gl.float32, FORM.K),
+            told(), told(), told(),
         )  # fmt: skip
     return found
 

@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN_1D
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, product, straight
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, grid, product, straight
+from deltarule.ops.delta_rule.gluon.movers import load_rows
 from deltarule.ops.delta_rule.gluon.score import NOTHING, later
 from deltarule.ops.delta_rule.triton.tiles import SCALING
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, present, square
@@ -44,117 +45,116 @@ Barriers = namedtuple("Barriers", "full empty written stored paired")
 Work = namedtuple(
     "Work", "token chunks number head key_head value_heads column begins ends transition"
 )
+# What a kernel is compiled for: K keys and V values of a head, of which a program has PARTS of 64;
+# SLOTS for chunks in shared memory. PLACES: outputs of the "first" stretches start and end as
+# "ends" do, beside the ends of "later" ones, which then have outputs, too; or "all" at once.
+# GIVEN: there are states to start from. MAKES: nobody has made P, and programs make it. HALVED: A
+# is left as halves. FOLLOWS: the next kernel may start early.
+ScanForm = namedtuple("ScanForm", "K V PARTS SLOTS GOAL PLACES GIVEN MAKES HALVED FOLLOWS")
 
 
 @gluon.jit
-def work_of(
-    heads, value_heads, per_stretch, T, V: gl.constexpr, ROWS: gl.constexpr, GOAL: gl.constexpr,
-    PLACES: gl.constexpr,
-):  # fmt: skip
+def work_of(heads, value_heads, per_stretch, T, FORM: gl.constexpr):
     """This program's work, its sequence, and the number of its stretch among those of all.
 
     The end of the last segment nobody needs, nor the first one's A; back that of the first.
     """
-    TILES: gl.constexpr = V // ROWS
+    ROWS: gl.constexpr = FORM.PARTS * VALUES
+    TILES: gl.constexpr = FORM.V // ROWS
     program, chunks = gl.program_id(0), T // CHUNK
     tile, head, program = program % TILES, program // TILES % value_heads, program // TILES
     stretches = (chunks + per_stretch - 1) // per_stretch
     last, count = stretches - 1, stretches
-    if GOAL == "ends":
+    if FORM.GOAL == "ends":
         count = stretches + last - 2
-    elif GOAL == "back":
+    elif FORM.GOAL == "back":
         count = last
-    if PLACES == "later":
+    if FORM.PLACES == "later":
         count -= 1
-    elif PLACES == "first":
+    elif FORM.PLACES == "first":
         count = 1
     sequence, place = program // value_heads // count, program // value_heads % count
-    if PLACES == "later":
+    if FORM.PLACES == "later":
         place += 1
     transition = place >= stretches
-    if GOAL == "ends":
+    if FORM.GOAL == "ends":
         transition = place >= last
         place = gl.where(transition, place - last + 1, place)
-    elif GOAL == "back":
+    elif FORM.GOAL == "back":
         place += 1
     begins, ends = place == 0, place >= 0
-    if GOAL == "outputs":
+    if FORM.GOAL == "outputs":
         begins = ends
-        if PLACES != "first":
+        if FORM.PLACES != "first":
             ends = place == last
-    elif GOAL == "back":
+    elif FORM.GOAL == "back":
         begins = place == last
     first = place * per_stretch
     work = Work(
         sequence * T + first * CHUNK, gl.minimum(per_stretch, chunks - first),
         sequence * chunks + first, head, head // (value_heads // heads), value_heads,
-        head * V + tile * ROWS, begins, ends, transition,
+        head * FORM.V + tile * ROWS, begins, ends, transition,
     )  # fmt: skip
     return work, sequence, sequence * stretches + place
 
 
 @gluon.jit
-def load_role(
-    shared, of, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, GOAL: gl.constexpr,
-    MAKES: gl.constexpr,
-):  # fmt: skip
+def load_role(shared, of, FORM: gl.constexpr):
     """One warp: all tiles of a chunk to its slot."""
     tiles, barriers, work = shared
     q, k, v, scores, corrections, scalings = of
-    KEYS: gl.constexpr = 1 if GOAL == "ends" else 2
-    SQUARES: gl.constexpr = 1 if MAKES else KEYS
-    SIZE: gl.constexpr = CHUNK * ((KEYS * K + SQUARES * CHUNK) * 2 + 2 * PAIRS * 4)
+    KEYS: gl.constexpr = 1 if FORM.GOAL == "ends" else 2
+    SQUARES: gl.constexpr = 1 if FORM.MAKES else KEYS
+    SIZE: gl.constexpr = CHUNK * ((KEYS * FORM.K + SQUARES * CHUNK) * 2 + 2 * PAIRS * 4)
     for n in range(work.chunks):
-        i, slot = work.chunks - 1 - n if GOAL == "back" else n, n % SLOTS
+        i, slot = work.chunks - 1 - n if FORM.GOAL == "back" else n, n % FORM.SLOTS
         full, token = barriers.full.index(slot), work.token + i * CHUNK
         number = (work.number + i) * work.value_heads + work.head
-        mbarrier.wait(barriers.empty.index(slot), ((n // SLOTS) & 1) ^ 1)
+        mbarrier.wait(barriers.empty.index(slot), ((n // FORM.SLOTS) & 1) ^ 1)
         if work.transition:
             mbarrier.expect(full, SIZE)
         else:
-            mbarrier.expect(full, SIZE + PARTS * CHUNK * VALUES * 2)
-            for part in gl.static_range(PARTS):
-                x = tiles.v.index(slot * PARTS + part)
-                at = [token, work.column + part * VALUES]
-                tma.async_copy_global_to_shared(v, at, full, x)
-        at, rows = [token, work.key_head * K], [number * CHUNK, 0]
-        tma.async_copy_global_to_shared(k, at, full, tiles.k.index(slot))
-        tma.async_copy_global_to_shared(corrections, rows, full, tiles.corrections.index(slot))
-        if GOAL != "ends":
-            tma.async_copy_global_to_shared(q, at, full, tiles.q.index(slot))
+            mbarrier.expect(full, SIZE + FORM.PARTS * CHUNK * VALUES * 2)
+            for part in gl.static_range(FORM.PARTS):
+                x = tiles.v.index(slot * FORM.PARTS + part)
+                load_rows(v, token, full, x, work.column + part * VALUES)
+        column, row = work.key_head * FORM.K, number * CHUNK
+        load_rows(k, token, full, tiles.k.index(slot), column)
+        load_rows(corrections, row, full, tiles.corrections.index(slot))
+        if FORM.GOAL != "ends":
+            load_rows(q, token, full, tiles.q.index(slot), column)
         if SQUARES == 2:
-            tma.async_copy_global_to_shared(scores, rows, full, tiles.scores.index(slot))
+            load_rows(scores, row, full, tiles.scores.index(slot))
         for pair in gl.static_range(PAIRS):
             x = tiles.scalings.index(slot * PAIRS + pair)
-            rows = [2 * (number * PAIRS + pair), 0]
-            tma.async_copy_global_to_shared(scalings, rows, full, x)
+            load_rows(scalings, 2 * (number * PAIRS + pair), full, x)
 
 
 @gluon.jit
-def store_role(shared, o, PARTS: gl.constexpr, GOAL: gl.constexpr):
+def store_role(shared, o, FORM: gl.constexpr):
     """One warp: o."""
     tiles, barriers, work = shared
-    if GOAL == "outputs":
+    if FORM.GOAL == "outputs":
         for n in range(work.chunks):
-            for part in gl.static_range(PARTS):
+            for part in gl.static_range(FORM.PARTS):
                 mbarrier.wait(barriers.written.index(part), n & 1)
                 at = [work.token + n * CHUNK, work.column + part * VALUES]
                 tma.async_copy_shared_to_global(o, at, tiles.o.index(part))
-            for part in gl.static_range(PARTS):
-                tma.store_wait(PARTS - 1 - part)
+            for part in gl.static_range(FORM.PARTS):
+                tma.store_wait(FORM.PARTS - 1 - part)
                 mbarrier.arrive(barriers.stored.index(part))
 
 
 @gluon.jit
-def pair_role(shared, log_scale, SLOTS: gl.constexpr):
+def pair_role(shared, log_scale, FORM: gl.constexpr):
     """Four warps: P of a chunk to its slot."""
     tiles, barriers, work = shared
     LAYOUT: gl.constexpr = product(CHUNK)
     I: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     J: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     for n in range(work.chunks):
-        slot = n % SLOTS
-        mbarrier.wait(barriers.full.index(slot), (n // SLOTS) & 1)
+        slot = n % FORM.SLOTS
+        mbarrier.wait(barriers.full.index(slot), (n // FORM.SLOTS) & 1)
         kq = gl.zeros([CHUNK, CHUNK], gl.float32, LAYOUT)
         q, k = tiles.q.index(slot).permute((1, 0)), tiles.k.index(slot)
         kq = warpgroup_mma(k, q, kq, use_acc=False, is_async=True)
@@ -192,53 +192,48 @@ def end_of(scalings, K: gl.constexpr):
 
 
 @gluon.jit
-def state_role(
-    shared, states, GIVEN: gl.constexpr, HALVED: gl.constexpr, PART: gl.constexpr,
-    PARTS: gl.constexpr, K: gl.constexpr, SLOTS: gl.constexpr, GOAL: gl.constexpr,
-    MAKES: gl.constexpr,
-):  # fmt: skip
+def state_role(shared, states, PART: gl.constexpr, FORM: gl.constexpr):
     """64 rows of S, A or D from chunk to chunk, in registers."""
     tiles, barriers, work = shared
     start, end, halves = states
-    STATE: gl.constexpr = product(K)
-    o_v = PART * VALUES + gl.arange(0, VALUES, gl.SliceLayout(1, STATE))[:, None]
-    o_k = gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
-    o_s = o_v * K + o_k
-    ROWS: gl.constexpr = PARTS * VALUES * K
-    s = gl.zeros([VALUES, K], gl.float32, STATE)
-    if GIVEN:
+    STATE: gl.constexpr = product(FORM.K)
+    o_v, o_k = grid(VALUES, FORM.K, STATE, PART * VALUES)
+    o_s = o_v * FORM.K + o_k
+    ROWS: gl.constexpr = FORM.PARTS * VALUES * FORM.K
+    s = gl.zeros([VALUES, FORM.K], gl.float32, STATE)
+    if FORM.GIVEN:
         s = gl.load(start + o_s, mask=o_s < gl.where(work.begins, ROWS, 0), other=0.0)
     s = gl.where(work.transition & (o_v == o_k), 1.0, s)
     if work.transition:
         # A has no values, and nothing is loaded.
         zero = gl.zeros([CHUNK, VALUES], tiles.v.dtype, product(VALUES))
-        for slot in gl.static_range(SLOTS):
-            tiles.v.index(slot * PARTS + PART).store(zero)
+        for slot in gl.static_range(FORM.SLOTS):
+            tiles.v.index(slot * FORM.PARTS + PART).store(zero)
         barrier()
     for n in range(work.chunks):
-        slot = n % SLOTS
+        slot = n % FORM.SLOTS
         own = (
-            tiles.q.index(slot), tiles.k.index(slot), tiles.v.index(slot * PARTS + PART),
+            tiles.q.index(slot), tiles.k.index(slot), tiles.v.index(slot * FORM.PARTS + PART),
             tiles.scores.index(slot), tiles.corrections.index(slot), (tiles.scalings, slot),
         )  # fmt: skip
-        phase = (n // SLOTS) & 1
+        phase = (n // FORM.SLOTS) & 1
         mbarrier.wait(barriers.full.index(slot), phase)
-        if GOAL == "back":
-            s = before_chunk(own, s, K)
+        if FORM.GOAL == "back":
+            s = before_chunk(own, s, FORM.K)
             mbarrier.arrive(barriers.empty.index(slot))
         else:
-            paired = barriers.paired.index(slot if MAKES else 0), phase
-            s, o = after_chunk(own, s, paired, K, GOAL == "outputs", MAKES)
+            paired = barriers.paired.index(slot if FORM.MAKES else 0), phase
+            s, o = after_chunk(own, s, paired, FORM)
             mbarrier.arrive(barriers.empty.index(slot))
-            if GOAL == "outputs":
+            if FORM.GOAL == "outputs":
                 mbarrier.wait(barriers.stored.index(PART), (n & 1) ^ 1)
                 tiles.o.index(PART).permute((1, 0)).store(o.to(tiles.o.dtype))
                 fence_async_shared()
                 mbarrier.arrive(barriers.written.index(PART))
-    if HALVED and work.transition:
+    if FORM.HALVED and work.transition:
         upper = s.to(tiles.k.dtype)
         gl.store(halves + o_s, upper)
-        gl.store(halves + K * K + o_s, (s - upper.to(gl.float32)).to(tiles.k.dtype))
+        gl.store(halves + FORM.K * FORM.K + o_s, (s - upper.to(gl.float32)).to(tiles.k.dtype))
     else:
         gl.store(end + o_s, s, mask=o_s < gl.where(work.ends, ROWS, 0))
 
@@ -252,11 +247,12 @@ def negative(x):
 
 
 @gluon.jit
-def after_chunk(tiles, s, paired, K: gl.constexpr, OUTPUT: gl.constexpr, MAKES: gl.constexpr):
+def after_chunk(tiles, s, paired, FORM: gl.constexpr):
     """S at the chunk's end, and o."""
     q, k, v, scores, corrections, scalings = tiles
+    OUTPUT: gl.constexpr = FORM.GOAL == "outputs"
     TOKENS: gl.constexpr = product(CHUNK)
-    OF_STATE: gl.constexpr = gl.DotOperandLayout(0, product(K), 2)
+    OF_STATE: gl.constexpr = gl.DotOperandLayout(0, product(FORM.K), 2)
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     dtype: gl.constexpr = k.dtype
     zero = gl.zeros([VALUES, CHUNK], gl.float32, TOKENS)
@@ -265,7 +261,7 @@ def after_chunk(tiles, s, paired, K: gl.constexpr, OUTPUT: gl.constexpr, MAKES: 
     if OUTPUT:
         o = warpgroup_mma(left, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         # Beside whichever products take longer.
-        s *= end_of(scalings, K)
+        s *= end_of(scalings, FORM.K)
     v = v.permute((1, 0)).load(TOKENS).to(gl.float32)
     beta = across(scalings, SCALING.BETA)
     erase = negative(across(scalings, SCALING.ERASE))
@@ -275,13 +271,13 @@ def after_chunk(tiles, s, paired, K: gl.constexpr, OUTPUT: gl.constexpr, MAKES: 
     if OUTPUT:
         o = warpgroup_mma_wait(1, deps=(o,)) * across(scalings, SCALING.READ)
     else:
-        s *= end_of(scalings, K)
+        s *= end_of(scalings, FORM.K)
     w = warpgroup_mma_wait(0, deps=(f,)) * beta
     written = (w * across(scalings, SCALING.WRITE)).to(dtype)
     s = warpgroup_mma(gl.convert_layout(written, OF_STATE), k, s, is_async=True)
     if OUTPUT:
         left = gl.convert_layout(w.to(dtype), OF_TOKENS)
-        if MAKES:
+        if FORM.MAKES:
             mbarrier.wait(paired[0], paired[1])
         o = warpgroup_mma(left, scores.permute((1, 0)), o, is_async=True)
         s, o = warpgroup_mma_wait(0, deps=(s, o))
@@ -318,90 +314,79 @@ def before_chunk(tiles, d, K: gl.constexpr):
 
 
 @gluon.jit
-def new_tiles(
-    dtype: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-    GOAL: gl.constexpr,
-):  # fmt: skip
+def new_tiles(dtype: gl.constexpr, FORM: gl.constexpr):
     SQUARE: gl.constexpr = square()
-    k = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
-    v = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, CHUNK, VALUES], SQUARE)
-    corrections = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], SQUARE)
-    scalings = gl.allocate_shared_memory(gl.float32, [SLOTS * PAIRS, 2, CHUNK], straight())
+    k = gl.allocate_shared_memory(dtype, [FORM.SLOTS, CHUNK, FORM.K], SQUARE)
+    v = gl.allocate_shared_memory(dtype, [FORM.SLOTS * FORM.PARTS, CHUNK, VALUES], SQUARE)
+    corrections = gl.allocate_shared_memory(dtype, [FORM.SLOTS, CHUNK, CHUNK], SQUARE)
+    scalings = gl.allocate_shared_memory(gl.float32, [FORM.SLOTS * PAIRS, 2, CHUNK], straight())
     # What is not there is another thing that nobody touches.
     q, scores, o = k, corrections, v
-    if GOAL != "ends":
-        q = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
-        scores = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], SQUARE)
-    if GOAL == "outputs":
-        o = gl.allocate_shared_memory(dtype, [PARTS, CHUNK, VALUES], SQUARE)
+    if FORM.GOAL != "ends":
+        q = gl.allocate_shared_memory(dtype, [FORM.SLOTS, CHUNK, FORM.K], SQUARE)
+        scores = gl.allocate_shared_memory(dtype, [FORM.SLOTS, CHUNK, CHUNK], SQUARE)
+    if FORM.GOAL == "outputs":
+        o = gl.allocate_shared_memory(dtype, [FORM.PARTS, CHUNK, VALUES], SQUARE)
     return Tiles(q, k, v, scores, corrections, scalings, o)
 
 
 @gluon.jit(do_not_specialize=["heads", "value_heads", "per_stretch", "T"])
 def segment_scan_kernel(
     q, k, v, scores, corrections, scalings, start, o, end, halves, log_scale, heads,
-    value_heads, per_stretch, T, K: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr,
-    SLOTS: gl.constexpr, GOAL: gl.constexpr, PLACES: gl.constexpr, REGISTERS: gl.constexpr,
-    FOLLOWS: gl.constexpr,
+    value_heads, per_stretch, T, FORM: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors up to scalings, and o. With "back" v is dO.
 
     start [stretches, HV, V, K], or but for "outputs" [N, HV, V, K] of sequences. end is that of
     sequences with "outputs", that of stretches "back", and with "ends" has A [K, K] after each S,
     or in 16 bits, as which halves has the same memory, the upper half of A and the lower.
-
-    PLACES: outputs of the "first" stretches start and end as "ends" do, beside the ends of "later"
-    ones, which then have outputs, too; or "all" at once.
     """
-    ROWS: gl.constexpr = PARTS * VALUES
-    # Where nobody has made P, programs make it.
-    MAKES: gl.constexpr = GOAL == "outputs" and scores is None
-    FIRST: gl.constexpr = PLACES == "first"
-    if GOAL == "ends" and PLACES == "later" and FOLLOWS:
+    FIRST: gl.constexpr = FORM.PLACES == "first"
+    if FORM.GOAL == "ends" and FORM.PLACES == "later" and FORM.FOLLOWS:
         # What first segments read was there before these programs, which begin after all else.
         gdc_launch_dependents()
-    work, sequence, stretch = work_of(heads, value_heads, per_stretch, T, V, ROWS, GOAL, PLACES)
-    tiles = new_tiles(k.dtype, K, PARTS, SLOTS, GOAL)
+    work, sequence, stretch = work_of(heads, value_heads, per_stretch, T, FORM)
+    tiles = new_tiles(k.dtype, FORM)
     barriers = Barriers(
-        new_barrier(SLOTS, 1), new_barrier(SLOTS, PARTS), new_barrier(PARTS, 1),
-        new_barrier(PARTS, 1), new_barrier(SLOTS if MAKES else 1, 1),
+        new_barrier(FORM.SLOTS, 1), new_barrier(FORM.SLOTS, FORM.PARTS), new_barrier(FORM.PARTS, 1),
+        new_barrier(FORM.PARTS, 1), new_barrier(FORM.SLOTS if FORM.MAKES else 1, 1),
     )  # fmt: skip
     q, scores, o = present(q, k), present(scores, corrections), present(o, v)
-    first, last = (stretch, sequence) if GOAL == "outputs" and not FIRST else (sequence, stretch)
-    at = (last.to(gl.int64) * value_heads * V + work.column) * K
-    if GOAL == "ends" or FIRST:
+    first, last = (
+        (stretch, sequence) if FORM.GOAL == "outputs" and not FIRST else (sequence, stretch)
+    )
+    at = (last.to(gl.int64) * value_heads * FORM.V + work.column) * FORM.K
+    if FORM.GOAL == "ends" or FIRST:
         # Each S and A after it.
-        at += (last * value_heads + work.head).to(gl.int64) * (K * K)
-        at += gl.where(work.transition, V * K, 0)
+        at += (last * value_heads + work.head).to(gl.int64) * (FORM.K * FORM.K)
+        at += gl.where(work.transition, FORM.V * FORM.K, 0)
     end += at
-    HALVED: gl.constexpr = GOAL == "ends" and halves is not None
-    if HALVED:
+    if FORM.HALVED:
         halves += 2 * at
-    GIVEN: gl.constexpr = start is not None
-    if GIVEN:
-        start += (first.to(gl.int64) * value_heads * V + work.column) * K
+    if FORM.GIVEN:
+        start += (first.to(gl.int64) * value_heads * FORM.V + work.column) * FORM.K
     states = present(start, end), end, present(halves, end)
     barrier()
     shared = tiles, barriers, work
     loads = q, k, v, scores, corrections, scalings
-    if PARTS == 2:
+    if FORM.PARTS == 2:
         gl.warp_specialize(
             [
-                (state_role, (shared, states, GIVEN, HALVED, 0, PARTS, K, SLOTS, GOAL, False)),
-                (state_role, (shared, states, GIVEN, HALVED, 1, PARTS, K, SLOTS, GOAL, False)),
-                (load_role, (shared, loads, K, PARTS, SLOTS, GOAL, False)),
-                (store_role, (shared, o, PARTS, GOAL)),
+                (state_role, (shared, states, 0, FORM)),
+                (state_role, (shared, states, 1, FORM)),
+                (load_role, (shared, loads, FORM)),
+                (store_role, (shared, o, FORM)),
             ],
             [4, 1, 1],
             [REGISTERS, 24, 24],
         )
-    elif MAKES:
+    elif FORM.MAKES:
         gl.warp_specialize(
             [
-                (state_role, (shared, states, GIVEN, HALVED, 0, PARTS, K, SLOTS, GOAL, True)),
-                (pair_role, (shared, log_scale, SLOTS)),
-                (load_role, (shared, loads, K, PARTS, SLOTS, GOAL, True)),
-                (store_role, (shared, o, PARTS, GOAL)),
+                (state_role, (shared, states, 0, FORM)),
+                (pair_role, (shared, log_scale, FORM)),
+                (load_role, (shared, loads, FORM)),
+                (store_role, (shared, o, FORM)),
             ],
             [4, 1, 1],
             [REGISTERS, 24, 24],
@@ -409,14 +394,14 @@ def segment_scan_kernel(
     else:
         gl.warp_specialize(
             [
-                (state_role, (shared, states, GIVEN, HALVED, 0, PARTS, K, SLOTS, GOAL, False)),
-                (load_role, (shared, loads, K, PARTS, SLOTS, GOAL, False)),
-                (store_role, (shared, o, PARTS, GOAL)),
+                (state_role, (shared, states, 0, FORM)),
+                (load_role, (shared, loads, FORM)),
+                (store_role, (shared, o, FORM)),
             ],
             [1, 1],
             [24, 24],
         )
     end_barriers(barriers)
-    if FOLLOWS and FIRST:
+    if FORM.FOLLOWS and FIRST:
         # What follows waits for these programs alone, and those of ends may still run.
         gdc_wait()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES
-from deltarule.ops.delta_rule.gluon.segment_scan import segment_scan_kernel
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, Form
+from deltarule.ops.delta_rule.gluon.segment_scan import ScanForm, segment_scan_kernel
 from deltarule.ops.delta_rule.gluon.segment_scores import segment_scores_kernel
 from deltarule.ops.delta_rule.gluon.segment_starts import halved_starts_kernel
 from deltarule.ops.delta_rule.gluon.stage import ForwardLaunch
@@ -80,7 +80,8 @@ def run(
     made = goal == "outputs" and makes_pairs(call)
     own["log_scale"] = math.log2(call.inputs.scale) if made else 0.0
     grid = call.once(programs_of, goal, places), 1, 1
-    call.run(call.once(scan_launch, goal, made, places), grid, own)
+    given, halved = start is not None, goal == "ends" and call["halves"] is not None
+    call.run(call.once(scan_launch, goal, made, places, given, halved), grid, own)
 
 
 def leave_ends(call: Call, initial: Tensor | None) -> None:
@@ -201,7 +202,10 @@ def scores_launch(call: Call, made: bool) -> FusedLaunch:
     tiles = {"k": of_keys, "corrections": square}
     if not made:
         tiles |= {"q": of_keys, "scores": square}
-    constants = {"K": keys, "REGISTERS": SCORE_OTHERS, "num_warps": 4}
+    form = Form(
+        TIED=True, DECAY=True, UNIT=False, ENDS="whole", PARTS=0, SAVE=True, SCORES=not made
+    )  # fmt: skip
+    constants = {"FORM": form, "REGISTERS": SCORE_OTHERS, "num_warps": 4}
     constants["maxnreg"] = ALONE_AVERAGE if made else SCORE_AVERAGE
     return FusedLaunch(segment_scores_kernel, constants, tiles)
 
@@ -211,7 +215,9 @@ def parts(call: Call, goal: str) -> int:
     return 1 if goal == "outputs" and call.plan.tile_key.narrow else SIZES[1] // VALUES.value
 
 
-def scan_launch(call: Call, goal: str, made: bool, places: str) -> FusedLaunch:
+def scan_launch(
+    call: Call, goal: str, made: bool, places: str, given: bool, halved: bool
+) -> FusedLaunch:
     inputs, rows, (keys, values) = call.inputs, CHUNK.value, SIZES
     of_keys, square = (inputs.q.shape[2] * keys, [rows, keys]), (rows, [rows, rows])
     of_values = inputs.v.shape[2] * values, [rows, VALUES.value]
@@ -220,10 +226,13 @@ def scan_launch(call: Call, goal: str, made: bool, places: str) -> FusedLaunch:
         tiles |= {"q": of_keys} | ({} if made else {"scores": square})
     if goal == "outputs":
         tiles["o"] = of_values
+    follows = can_follow(inputs.q.device) and places != "all"
+    form = ScanForm(
+        K=keys, V=values, PARTS=call.once(parts, goal), SLOTS=SLOTS[goal], GOAL=goal,
+        PLACES=places, GIVEN=given, MAKES=made, HALVED=halved, FOLLOWS=follows,
+    )  # fmt: skip
     constants = {
-        "K": keys, "V": values, "PARTS": call.once(parts, goal), "SLOTS": SLOTS[goal],
-        "GOAL": goal, "REGISTERS": PAIR if made else STATE, "num_warps": 4, "maxnreg": AVERAGE,
-        "PLACES": places, "FOLLOWS": can_follow(inputs.q.device) and places != "all",
+        "FORM": form, "REGISTERS": PAIR if made else STATE, "num_warps": 4, "maxnreg": AVERAGE,
+        "launch_pdl": follows and places == "first",
     }  # fmt: skip
-    constants["launch_pdl"] = constants["FOLLOWS"] and places == "first"
     return ForwardLaunch(segment_scan_kernel, constants, tiles)

@@ -10,16 +10,13 @@ computes while another waits; what they leave is what triton/scores.py does: P, 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from deltarule.ops.delta_rule.gluon.forward import new_tiles
+from deltarule.ops.delta_rule.gluon.forward import GENERAL, new_tiles
 from deltarule.ops.delta_rule.gluon.gates import gate_role
 from deltarule.ops.delta_rule.gluon.inverse import invert
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, Barriers, Form, Place, Saved
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, Barriers, Place, Saved
+from deltarule.ops.delta_rule.gluon.movers import load_rows, room
 from deltarule.ops.delta_rule.gluon.products import score_places
 from deltarule.ops.delta_rule.gluon.score import finish_pairs, leave_m, start_pairs
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, present
@@ -42,18 +39,16 @@ def run_of(T, heads, value_heads, per_program):
 
 
 @gluon.jit
-def load_role(shared, q, k, K: gl.constexpr, FORM: gl.constexpr):
+def load_role(shared, q, k, FORM: gl.constexpr):
     """One warp: k, and where P is left q."""
     tiles, barriers, place, _ = shared
-    full = barriers.full.index(0)
     KEYS: gl.constexpr = 2 if FORM.SCORES else 1
     for i in range(place.chunks):
-        mbarrier.wait(barriers.empty.index(0), (i & 1) ^ 1)
-        mbarrier.expect(full, CHUNK * KEYS * K * 2)
-        at = [place.start.to(gl.int32) + i * CHUNK, place.key_head * K]
-        tma.async_copy_global_to_shared(k, at, full, tiles.k.index(0))
+        full = room(barriers.full, barriers.empty, (i & 1) ^ 1, CHUNK * KEYS * FORM.K * 2)
+        token, column = place.start.to(gl.int32) + i * CHUNK, place.key_head * FORM.K
+        load_rows(k, token, full, tiles.k.index(0), column)
         if FORM.SCORES:
-            tma.async_copy_global_to_shared(q, at, full, tiles.q.index(0))
+            load_rows(q, token, full, tiles.q.index(0), column)
 
 
 @gluon.jit
@@ -83,19 +78,15 @@ def pair_role(shared, of_gates, scale, places, FORM: gl.constexpr):
     tma.store_wait(0)
 
 
-GENERAL = ["T", "s_decay_b", "s_decay_t", "s_decay_h", "s_beta_b", "s_beta_t", "s_beta_h"]
-
-
 @gluon.jit(do_not_specialize=["heads", "value_heads", "per_program", *GENERAL])
 def segment_scores_kernel(
     q, k, scores, corrections, scalings, chunk_decay, log_decay, beta, scale, log_scale, T, heads,
     value_heads, per_program, s_decay_b, s_decay_t, s_decay_h, s_beta_b, s_beta_t, s_beta_h,
-    K: gl.constexpr, REGISTERS: gl.constexpr,
+    FORM: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors up to corrections; q and scores may be None."""
     place, sequence, token = run_of(T, heads, value_heads, per_program)
-    PAIRS: gl.constexpr = scores is not None
-    tiles = new_tiles(k.dtype, K, 0, 1, CHUNK, True, True, PAIRS)
+    tiles = new_tiles(k.dtype, FORM)
     q, scores = present(q, k), present(scores, corrections)
     full, empty, unused = new_barrier(2, 1), new_barrier(2, 1), new_barrier(1, 1)
     barriers = Barriers(new_barrier(1, 1), new_barrier(1, 1), unused, unused, unused, unused)
@@ -105,14 +96,13 @@ def segment_scores_kernel(
     beta += place.value_head * s_beta_h
     barrier()
     saved = Saved(scores, scores, scores, scores, corrections, scalings, chunk_decay)
-    FORM: gl.constexpr = Form(True, True, False, "whole", SAVE=True, SCORES=PAIRS)
-    own, places = (tiles, barriers, place, saved), score_places(CHUNK, True, False)
+    own, places = (tiles, barriers, place, saved), score_places(FORM)
     of_gates = tiles, Barriers(full, empty, unused, unused, unused, unused), place, saved
     given = log_decay, beta, chunk_decay, s_decay_t, s_beta_t, 0, scale, log_scale
     gl.warp_specialize(
         [
             (pair_role, (own, (full, empty), scale, places, FORM)),
-            (load_role, (own, q, k, K, FORM)),
+            (load_role, (own, q, k, FORM)),
             (gate_role, (of_gates, given, 2, FORM)),
         ],
         [1, 1],

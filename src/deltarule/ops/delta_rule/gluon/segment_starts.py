@@ -23,13 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from deltarule.ops.delta_rule.gluon.memory import product
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barrier, new_barrier, square
-
-
-@triton.constexpr_function
-def sums(columns: int) -> Any:
-    """Of the product of eight warps, 128 rows."""
-    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16])
 
 
 @triton.constexpr_function
@@ -59,7 +54,7 @@ def halved_starts_kernel(
     halves is a descriptor of ends in 16 bits, [slots HV 2 (V + K), K]: behind V rows of S those of
     the upper halves of A, and of the lower.
     """
-    SUMS: gl.constexpr = sums(BV)
+    SUMS: gl.constexpr = product(BV, 8)
     TILES: gl.constexpr = V // BV
     program = gl.program_id(0)
     head, sequence = program // TILES % HV, program // (TILES * HV)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.delta_rule.gluon.forward import channel_forward_kernel, forward_kernel
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, straight
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, Form, straight
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.passes import (
     compiled_first,
@@ -247,14 +247,14 @@ class ForwardLaunch(FusedLaunch):
         return straight(rank, bits) if bits == 32 else super().layout(name, rank, bits)
 
 
-def forward_launch(call: Call, save: bool, lends: bool) -> Launch:
+def forward_launch(call: Call, save: bool, lends: bool, initial: bool) -> Launch:
     inputs, channels = call.inputs, call.inputs.by_channel
-    _, tokens, heads, key_size = inputs.q.shape
+    heads, key_size = inputs.q.shape[2:]
     value_heads, value_size = inputs.v.shape[2:]
     (keys, values), config = padded(inputs), configuration(inputs)
     assert config is not None
     slots = config.slots[inputs.erase]
-    packed, tied = inputs.cu_seqlens is not None, inputs.beta is not None
+    tied, where = inputs.beta is not None, call.once(ends)
     rows, part = CHUNK.value, VALUES.value
     queries = rows // inputs.n_steps
     tiles = {
@@ -265,8 +265,7 @@ def forward_launch(call: Call, save: bool, lends: bool) -> Launch:
     }
     if channels:
         tiles["decays"] = of_heads(value_heads, key_size, [rows, keys])
-    ends = "ragged" if packed or tokens % queries else "whole"
-    tiles = up_to_ends(tiles, ends)
+    tiles = up_to_ends(tiles, where)
     if save:
         # Where state roles make P, they leave their shares of its rows.
         share = rows // (values // part) if tied or channels else rows
@@ -277,18 +276,28 @@ def forward_launch(call: Call, save: bool, lends: bool) -> Launch:
             "corrections": (rows, [rows, rows]),
         } | ({} if channels else {"states": half, "lower_states": half})  # fmt: skip
         tiles |= {name: tile for name, tile in saved.items() if call[name] is not None}
+    decays, unit = inputs.log_decay is not None, inputs.normalize_qk
+    form = Form(
+        TIED=tied, DECAY=decays and not channels, UNIT=unit and not channels,
+        NORMS=unit and channels, ENDS=where, STEPS=inputs.n_steps, PER_GATE=inputs.per_gate,
+        K=keys, V=values, KEYS=key_size, WIDTH=value_size, PARTS=values // part,
+        SLOTS=min(slots, SLOTS_THAT_SAVE) if save else slots, INITIAL=initial, SAVE=save,
+        SCORES=save and call["scores"] is not None, LENDS=save and lends,
+        TENSOR=has_tensor_memory(inputs.q.device),
+    )  # fmt: skip
     constants = {
-        "K": keys, "V": values, "KEYS": key_size, "WIDTH": value_size, "STEPS": inputs.n_steps,
-        "PER_GATE": inputs.per_gate, "SLOTS": min(slots, SLOTS_THAT_SAVE) if save else slots,
-        "DECAY": inputs.log_decay is not None, "TIED": tied,
-        "UNIT": inputs.normalize_qk, "PACKED": packed, "ENDS": ends,
-        "SAVE": save, "TENSOR": has_tensor_memory(inputs.q.device),
-        "STATE_REGISTERS": config.state,
-        "SCORE_REGISTERS": config.score, "REGISTERS": config.others,
+        "FORM": form, "STATE_REGISTERS": config.state, "SCORE_REGISTERS": config.score,
+        "REGISTERS": config.others, "num_warps": 4, "maxnreg": config.average,
     }  # fmt: skip
     kernel = channel_forward_kernel if channels else forward_kernel
-    constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
-    return ForwardLaunch(kernel, constants | {"num_warps": 4, "maxnreg": config.average}, tiles)
+    return ForwardLaunch(kernel, constants, tiles)
+
+
+def ends(call: Call) -> str:
+    """Of sequences: "whole" chunks, "ragged" ones, or those of "packed" sequences."""
+    if call.inputs.cu_seqlens is not None:
+        return "packed"
+    return "ragged" if call.inputs.q.shape[1] * call.inputs.n_steps % CHUNK.value else "whole"
 
 
 def up_to_ends(tiles: dict[str, Any], ends: str) -> dict[str, Any]:
@@ -373,7 +382,8 @@ def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
     if inputs.by_channel and inputs.log_decay is not None:
         own |= dict.fromkeys(("decays", "log_decay"), piece(inputs.log_decay).float())
         own |= {"q_rows": inputs.q, "k_rows": inputs.k}
-    launch = call.once(forward_launch, save, bool(call["lends"]))
+    initial = inputs.initial_state is not None
+    launch = call.once(forward_launch, save, bool(call["lends"]), initial)
     call.run(launch, (inputs.sequences * inputs.v.shape[2], 1, 1), own)
     return o, final
 

@@ -24,10 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deltarule.ops.delta_rule.gluon.backward import all_rows, stretch_of
+from deltarule.ops.delta_rule.gluon.backward import stretch_of
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN_1D
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, straight
-from deltarule.ops.delta_rule.gluon.movers import load, store
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, product, single_barriers, straight
+from deltarule.ops.delta_rule.gluon.movers import load, load_rows, room, store
 from deltarule.ops.delta_rule.triton.tiles import SCALING, SCALINGS
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, present, square
 
@@ -67,7 +67,8 @@ def load_role(shared, of, FORM: gl.constexpr):
     tiles, barriers, work = shared
     q, k, v, scores, corrections, scalings = of
     HAS_ROWS: gl.constexpr = FORM.TIED or FORM.SCALED
-    key, full_v, full_q = work.head // FORM.GROUP * K, barriers.full_v, barriers.full_q
+    SIZE: gl.constexpr = CHUNK * V * 2 + (CHUNK * CHUNK * 2 if FORM.TIED else 0)
+    key = work.head // FORM.GROUP * K
     for n in range(work.chunks):
         at, slot, once = chunk_of(n, work, FORM), n % 2, (n & 1) ^ 1
         full, row = barriers.full_k.index(slot), at.number * CHUNK
@@ -76,18 +77,14 @@ def load_role(shared, of, FORM: gl.constexpr):
         load(k, at.token, key, at.left, full, tiles.k.index(slot), FORM.ENDS)
         if HAS_ROWS:
             rows = tiles.rows.index(slot)
-            tma.async_copy_global_to_shared(scalings, [at.number * SCALINGS, 0], full, rows)
-        full = full_v.index(0)
-        mbarrier.wait(barriers.empty_v.index(0), once)
-        mbarrier.expect(full, CHUNK * V * 2 + (CHUNK * CHUNK * 2 if FORM.TIED else 0))
+            load_rows(scalings, at.number * SCALINGS, full, rows)
+        full = room(barriers.full_v, barriers.empty_v, once, SIZE)
         load(v, at.token, work.head * V, at.left, full, tiles.v.index(0), FORM.ENDS)
         if FORM.TIED:
-            tma.async_copy_global_to_shared(corrections, [row, 0], full, tiles.n.index(0))
-        full = full_q.index(0)
-        mbarrier.wait(barriers.empty_q.index(0), once)
-        mbarrier.expect(full, CHUNK * K * 2 + CHUNK * CHUNK * 2)
+            load_rows(corrections, row, full, tiles.n.index(0))
+        full = room(barriers.full_q, barriers.empty_q, once, CHUNK * K * 2 + CHUNK * CHUNK * 2)
         load(q, at.token, key, at.left, full, tiles.q.index(0), FORM.ENDS)
-        tma.async_copy_global_to_shared(scores, [row, 0], full, tiles.p.index(0))
+        load_rows(scores, row, full, tiles.p.index(0))
 
 
 @gluon.jit
@@ -95,7 +92,7 @@ def compute_role(shared, of, out, scale, FORM: gl.constexpr):
     """S or D through all chunks, and what leaves of each."""
     tiles, barriers, work = shared
     chunk_decay, first, last = of
-    STATE: gl.constexpr = all_rows(K)
+    STATE: gl.constexpr = product(K, 8)
     o_v = gl.arange(0, V, gl.SliceLayout(1, STATE))[:, None]
     o_s = o_v * K + gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
     s = gl.zeros([V, K], gl.float32, STATE)
@@ -160,7 +157,7 @@ def scaled(x, tiles, slot, which: gl.constexpr, HAS: gl.constexpr):
     """x [values, tokens] by a scaling of rows, if the call has it."""
     if HAS:
         rows = tiles.rows.index(slot)._reinterpret(gl.float32, [ROWS, CHUNK], PLAIN_1D)
-        x = x * rows.index(which).load(gl.SliceLayout(0, all_rows(CHUNK)))[None, :]
+        x = x * rows.index(which).load(gl.SliceLayout(0, product(CHUNK, 8)))[None, :]
     return x
 
 
@@ -168,11 +165,11 @@ def scaled(x, tiles, slot, which: gl.constexpr, HAS: gl.constexpr):
 def scan_through(own, s, end, FORM: gl.constexpr):
     """S at the chunk's end; E and o leave."""
     tiles, barriers, _, _, n, only, _, scale = own
-    OF_STATE: gl.constexpr = gl.DotOperandLayout(0, all_rows(K), 2)
-    OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, all_rows(CHUNK), 2)
+    OF_STATE: gl.constexpr = gl.DotOperandLayout(0, product(K, 8), 2)
+    OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, product(CHUNK, 8), 2)
     slot, phase, state = n % 2, n & 1, tiles.state.index(only)
     dtype: gl.constexpr = state.dtype
-    zero = gl.zeros([V, CHUNK], gl.float32, all_rows(CHUNK))
+    zero = gl.zeros([V, CHUNK], gl.float32, product(CHUNK, 8))
     x = zero
     if FORM.TIED:
         keys = tiles.k.index(slot).permute((1, 0))
@@ -180,7 +177,7 @@ def scan_through(own, s, end, FORM: gl.constexpr):
     mbarrier.wait(barriers.full_v.index(0), phase)
     if FORM.TIED:
         x = scaled(warpgroup_mma_wait(0, deps=(x,)), tiles, slot, SCALING.ERASE, FORM.SCALED)
-    x = tiles.v.index(only).permute((1, 0)).load(all_rows(CHUNK)).to(gl.float32) - x
+    x = tiles.v.index(only).permute((1, 0)).load(product(CHUNK, 8)).to(gl.float32) - x
     if FORM.TIED:
         left = gl.convert_layout(scaled(x, tiles, slot, SCALING.BETA, True).to(dtype), OF_TOKENS)
         x = warpgroup_mma(left, tiles.n.index(only).permute((1, 0)), x, is_async=True)
@@ -211,15 +208,15 @@ def scan_through(own, s, end, FORM: gl.constexpr):
 def scan_back(own, d, end, FORM: gl.constexpr):
     """D at the chunk's start; X and dv leave."""
     tiles, barriers, _, _, n, only, _, scale = own
-    OF_STATE: gl.constexpr = gl.DotOperandLayout(0, all_rows(K), 2)
-    OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, all_rows(CHUNK), 2)
+    OF_STATE: gl.constexpr = gl.DotOperandLayout(0, product(K, 8), 2)
+    OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, product(CHUNK, 8), 2)
     slot, phase, state = n % 2, n & 1, tiles.state.index(only)
     dtype: gl.constexpr = state.dtype
     keys = tiles.k.index(slot)
-    y = gl.zeros([V, CHUNK], gl.float32, all_rows(CHUNK))
+    y = gl.zeros([V, CHUNK], gl.float32, product(CHUNK, 8))
     y = warpgroup_mma(state, keys.permute((1, 0)), y, use_acc=False, is_async=True)
     mbarrier.wait(barriers.full_v.index(0), phase)
-    d_o = tiles.v.index(only).permute((1, 0)).load(all_rows(CHUNK))
+    d_o = tiles.v.index(only).permute((1, 0)).load(product(CHUNK, 8))
     read = d_o.to(gl.float32)
     if not FORM.SCALED:
         read *= scale
@@ -266,18 +263,13 @@ def new_tiles(dtype: gl.constexpr):
 @gluon.jit(do_not_specialize=["T", "programs"])
 def wide_scan_kernel(
     q, k, v, values, states, errors, scores, corrections, scalings, chunk_decay, first, last,
-    cu_seqlens, scale, T, programs, BACK: gl.constexpr, TIED: gl.constexpr, SCALED: gl.constexpr,
-    ENDS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr,
+    cu_seqlens, scale, T, programs, FORM: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of tiles up to scalings; a sequence has so many programs.
 
     Forwards o is `values`, and S goes from `first` to `last`; backwards v is dO, `values` dv,
     `states` D, `errors` X. What is None is not there, or not asked for.
     """
-    FORM: gl.constexpr = Form(
-        BACK, TIED, chunk_decay is not None, SCALED, ENDS, PARTS, GROUP, first is not None,
-        int(states is not None), int(errors is not None), int(values is not None), False,
-    )  # fmt: skip
     work, _ = stretch_of(present(cu_seqlens, T), T, programs, 0, FORM)
     state = gl.program_id(0).to(gl.int64) * (V * K)
     last += state
@@ -286,10 +278,7 @@ def wide_scan_kernel(
     first, chunk_decay = present(first, last), present(chunk_decay, last)
     corrections, scalings = present(corrections, scores), present(scalings, scores)
     tiles = new_tiles(k.dtype)
-    barriers = Barriers(
-        new_barrier(2, 1), new_barrier(2, 1), new_barrier(1, 1), new_barrier(1, 1),
-        new_barrier(1, 1), new_barrier(1, 1),
-    )  # fmt: skip
+    barriers = Barriers(new_barrier(2, 1), new_barrier(2, 1), *single_barriers(4))
     barrier()
     shared = tiles, barriers, work
     out = Out(present(states, v), present(errors, v), present(values, v))

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from deltarule.ops.delta_rule.gluon.gradient_stage import ends
 from deltarule.ops.delta_rule.gluon.memory import CHUNK
-from deltarule.ops.delta_rule.gluon.stage import ForwardLaunch, up_to_ends
-from deltarule.ops.delta_rule.gluon.wide_scan import ROWS, K, V, wide_scan_kernel
+from deltarule.ops.delta_rule.gluon.stage import ForwardLaunch, ends, up_to_ends
+from deltarule.ops.delta_rule.gluon.wide_scan import ROWS, Form, K, V, wide_scan_kernel
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import Call
 from deltarule.ops.runtime.launch import Launch
@@ -52,13 +51,16 @@ def scans(call: Call, own: Mapping[str, Tensor | None], back: bool) -> bool:
     tensors = [own[x] if x in own else call[x] for x in names]
     programs = parts_of(call.inputs)
     given = dict(zip(("values", "states", "errors", "first", "last", "v"), tensors, strict=True))
-    launch = call.once(scan_launch, back, *[x is None for x in tensors[:3]])
+    launch = call.once(scan_launch, back, *[x is not None for x in tensors[:4]])
     grid = call.inputs.sequences * programs, 1, 1
     call.run(launch, grid, given | {"programs": programs})
     return True
 
 
-def scan_launch(call: Call, back: bool, *absent: bool) -> Launch:
+def scan_launch(
+    call: Call, back: bool, values: bool, states: bool, errors: bool, given: bool
+) -> Launch:
+    """That of a scan which leaves what is said, from given states or from zeros."""
     inputs, rows = call.inputs, CHUNK.value
     heads, (value_heads, value_size) = inputs.q.shape[2], inputs.v.shape[2:]
     keys, of_values = (heads * K.value, [rows, K.value]), [rows, V.value]
@@ -70,14 +72,15 @@ def scan_launch(call: Call, back: bool, *absent: bool) -> Launch:
         "states": (K.value, [V.value, K.value]), "errors": (value_size, of_values),
         "scores": pairs, "corrections": pairs, "scalings": (rows, [ROWS.value, rows]),
     }  # fmt: skip
-    missing = dict(zip(("values", "states", "errors"), absent, strict=True))
-    missing |= {name: call[name] is None for name in ("corrections", "scalings")}
+    there = {"values": values, "states": states, "errors": errors}
+    there |= {name: call[name] is not None for name in ("corrections", "scalings")}
+    tiles = {name: of for name, of in tiles.items() if there.get(name, True)}
     parts = value_size // V.value
-    constants = {
-        "BACK": back, "TIED": inputs.beta is not None, "ENDS": call.once(ends),
-        "SCALED": inputs.log_decay is not None or inputs.normalize_qk, "PARTS": parts,
-        "GROUP": parts * value_heads // heads, "REGISTERS": OTHERS,
-        "num_warps": 8, "maxnreg": AVERAGE,
-    }  # fmt: skip
-    tiles = {name: of for name, of in tiles.items() if not missing.get(name)}
+    form = Form(
+        BACK=back, TIED=inputs.beta is not None, DECAY=inputs.log_decay is not None,
+        SCALED=inputs.log_decay is not None or inputs.normalize_qk, ENDS=call.once(ends),
+        PARTS=parts, GROUP=parts * value_heads // heads, GIVEN=given, STATES=int(states),
+        ERRORS=int(errors), OUT=int(values), CUT=False,
+    )  # fmt: skip
+    constants = {"FORM": form, "REGISTERS": OTHERS, "num_warps": 8, "maxnreg": AVERAGE}
     return ForwardLaunch(wide_scan_kernel, constants, tiles)
