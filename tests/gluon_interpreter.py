@@ -687,7 +687,8 @@ def interpret_launches(
         named = dict(zip(self.kernel.arg_names, arguments, strict=False))
         for place, width, tile in self.tiles:
             name = self.kernel.arg_names[place]
-            named[name] = Descriptor(named[name], width, tile, not roles)
+            if named[name] is not None:
+                named[name] = Descriptor(named[name], width, tile, not roles)
         known = {x: bare(self.constants[x]) for x in self.kernel.arg_names if x in self.constants}
         run(self.kernel, grid[0], named | known, seed(), roles)
 

@@ -9,7 +9,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deltarule.ops.runtime.launch import Launch
-from deltarule.ops.runtime.tensor_maps import described
 
 # Its name from Triton 3.7 on, and the one before.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -62,14 +61,13 @@ class FusedLaunch(Launch):
     """A launch whose tiles have layouts, as Gluon wants it said."""
 
     def given(self, arguments: tuple[Any, ...]) -> list[Any]:
-        """The arguments as Gluon takes them."""
-        given = list(arguments)
-        for place, width, tile in self.tiles:
-            x = described(given[place], width, tile)
-            layout = self.layout(self.kernel.arg_names[place], len(tile), 8 * x.base.itemsize)
-            given[place] = TensorDescriptor(x.base, x.shape, x.strides, tile, layout)
+        given = super().given(arguments)
+        for place, _, tile in self.tiles:
+            if (x := given[place]) is not None:
+                layout = self.layout(len(tile), 8 * x.base.itemsize)
+                given[place] = TensorDescriptor(x.base, x.shape, x.strides, tile, layout)
         return given
 
-    def layout(self, name: str, rank: int, bits: int) -> Any:
-        """Of the tiles of an argument in shared memory."""
+    def layout(self, rank: int, bits: int) -> Any:
+        """Of tiles in shared memory."""
         return square(rank, bits)

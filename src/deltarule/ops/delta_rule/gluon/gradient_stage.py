@@ -258,7 +258,7 @@ def backward_launch(call: Call, lends: bool, final: bool) -> Launch:
     if lends:
         tiles = dict.fromkeys(("states", "lower_states"), (heads * WHOLE_SIZE, [rows, rows]))
         tiles["errors"] = of_heads(heads, WHOLE_SIZE, [rows, WHOLE_SIZE])
-    tiles |= {x: (rows, [rows, rows]) for x in ("scores", "corrections") if call[x] is not None}
+    tiles |= dict.fromkeys(("scores", "corrections"), (rows, [rows, rows]))
     choices = {
         "KEYS": inputs.q.shape[3], "WIDTH": inputs.v.shape[3], "CUT": call.plan.per_segment > 0,
         "SCORES": call["scores"] is not None, "LENDS": lends, "FINAL": final,

@@ -199,9 +199,7 @@ def makes_pairs(call: Call) -> bool:
 def scores_launch(call: Call, made: bool) -> FusedLaunch:
     keys, rows = SIZES[0], CHUNK.value
     of_keys, square = (call.inputs.q.shape[2] * keys, [rows, keys]), (rows, [rows, rows])
-    tiles = {"k": of_keys, "corrections": square}
-    if not made:
-        tiles |= {"q": of_keys, "scores": square}
+    tiles = {"q": of_keys, "k": of_keys, "scores": square, "corrections": square}
     form = Form(
         TIED=True, DECAY=True, UNIT=False, ENDS="whole", PARTS=0, SAVE=True, SCORES=not made
     )  # fmt: skip
@@ -221,11 +219,10 @@ def scan_launch(
     inputs, rows, (keys, values) = call.inputs, CHUNK.value, SIZES
     of_keys, square = (inputs.q.shape[2] * keys, [rows, keys]), (rows, [rows, rows])
     of_values = inputs.v.shape[2] * values, [rows, VALUES.value]
-    tiles = {"k": of_keys, "v": of_values, "corrections": square, "scalings": (rows, [2, rows])}
-    if goal != "ends":
-        tiles |= {"q": of_keys} | ({} if made else {"scores": square})
-    if goal == "outputs":
-        tiles["o"] = of_values
+    tiles = {
+        "q": of_keys, "k": of_keys, "v": of_values, "o": of_values,
+        "scores": square, "corrections": square, "scalings": (rows, [2, rows]),
+    }  # fmt: skip
     follows = can_follow(inputs.q.device) and places != "all"
     form = ScanForm(
         K=keys, V=values, PARTS=call.once(parts, goal), SLOTS=SLOTS[goal], GOAL=goal,

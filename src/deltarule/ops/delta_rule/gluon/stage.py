@@ -243,8 +243,8 @@ def place_in_order(inputs: Inputs) -> str:
 class ForwardLaunch(FusedLaunch):
     """Rows of 32-bit numbers lie one after the other: no product reads them."""
 
-    def layout(self, name: str, rank: int, bits: int) -> Any:
-        return straight(rank, bits) if bits == 32 else super().layout(name, rank, bits)
+    def layout(self, rank: int, bits: int) -> Any:
+        return straight(rank, bits) if bits == 32 else super().layout(rank, bits)
 
 
 def forward_launch(call: Call, save: bool, lends: bool, initial: bool) -> Launch:
@@ -266,16 +266,16 @@ def forward_launch(call: Call, save: bool, lends: bool, initial: bool) -> Launch
     if channels:
         tiles["decays"] = of_heads(value_heads, key_size, [rows, keys])
     tiles = up_to_ends(tiles, where)
-    if save:
-        # Where state roles make P, they leave their shares of its rows.
-        share = rows // (values // part) if tied or channels else rows
+    # Where state roles make P, they leave their shares of its rows.
+    share = rows // (values // part) if tied or channels else rows
+    width = value_heads * value_size if lends else value_size
+    tiles |= {
+        "errors": (width, [rows, part]), "scores": (rows, [share, rows]),
+        "corrections": (rows, [rows, rows]),
+    }  # fmt: skip
+    if not channels:
         half = (heads * keys, [part, keys]) if lends else of_states(inputs, [part, keys])
-        width = value_heads * value_size if lends else value_size
-        saved = {
-            "errors": (width, [rows, part]), "scores": (rows, [share, rows]),
-            "corrections": (rows, [rows, rows]),
-        } | ({} if channels else {"states": half, "lower_states": half})  # fmt: skip
-        tiles |= {name: tile for name, tile in saved.items() if call[name] is not None}
+        tiles |= {"states": half, "lower_states": half}
     decays, unit = inputs.log_decay is not None, inputs.normalize_qk
     form = Form(
         TIED=tied, DECAY=decays and not channels, UNIT=unit and not channels,

@@ -72,9 +72,6 @@ def scan_launch(
         "states": (K.value, [V.value, K.value]), "errors": (value_size, of_values),
         "scores": pairs, "corrections": pairs, "scalings": (rows, [ROWS.value, rows]),
     }  # fmt: skip
-    there = {"values": values, "states": states, "errors": errors}
-    there |= {name: call[name] is not None for name in ("corrections", "scalings")}
-    tiles = {name: of for name, of in tiles.items() if there.get(name, True)}
     parts = value_size // V.value
     form = Form(
         BACK=back, TIED=inputs.beta is not None, DECAY=inputs.log_decay is not None,
