@@ -213,7 +213,7 @@ def test_it_is_a_stage_of_triton_where_programs_fill_the_gpu() -> None:
     )
     rows = explained(x, "beta")
     assert rows["triton"].runs
-    assert "takes it" in rows["gluon"].reason
+    assert "uses this kernel here" in rows["gluon"].reason
     rows = explained({n: None if y is None else y[:1] for n, y in x.items()}, "beta")
     assert "few heads and rows" in rows["gluon"].reason
 

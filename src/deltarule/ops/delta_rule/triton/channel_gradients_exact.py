@@ -28,7 +28,16 @@ import triton.language as tl
 
 from deltarule.ops.delta_rule.triton import channel_decay as decay
 from deltarule.ops.delta_rule.triton import channel_tiles as channels
-from deltarule.ops.delta_rule.triton.channel_decay import BLOCK
+from deltarule.ops.delta_rule.triton.channel_decay import (
+    AFTER,
+    BEFORE,
+    BLOCK,
+    EARLY,
+    GONE,
+    LATE,
+    LEAST,
+    ROWS,
+)
 from deltarule.ops.delta_rule.triton.tiles import load_chunk, load_rows, store_rows
 
 # What the gradients of pairs and the decays left, where gradients go, and the scale.
@@ -84,8 +93,8 @@ def level_gradients(p_g, p_s, e, d, o_r, o_k, LEVEL: tl.constexpr, S: tl.constex
         b_early = decay.tail_decay(p_s, b_lead, o_r, o_k, S.K, S.EXACT)
     if LEVEL == 2:
         # Both are 0 wherever they do not belong, so that all of G may meet them.
-        b_early *= decay.of_block(p_s, decay.EARLY, o_r, o_k, S.K)
-        b_late *= decay.of_block(p_s, decay.LATE, o_r, o_k, S.K)
+        b_early *= decay.of_block(p_s, EARLY, o_r, o_k, S.K)
+        b_late *= decay.of_block(p_s, LATE, o_r, o_k, S.K)
     b_read = operand(e.b_x * b_late, low, S.PRECISION)
     b_write = operand(e.b_y * b_early, low, S.PRECISION)
     b_g = tl.load(p_g, mask=m_g, other=0.0)
@@ -102,7 +111,7 @@ def level_gradients(p_g, p_s, e, d, o_r, o_k, LEVEL: tl.constexpr, S: tl.constex
         if FREE:
             b_late = decay.lead_decay(p_s, o_r, o_k, S.K, False)
             if LEVEL == 2:
-                b_late *= decay.of_block(p_s, decay.LATE, o_r, o_k, S.K)
+                b_late *= decay.of_block(p_s, LATE, o_r, o_k, S.K)
         b_read = operand(e.b_x2 * b_late, low, S.PRECISION)
         b_g = tl.load(p_g + SIZE, mask=m_g, other=0.0)
         b_rows = tl.dot(b_g, b_write, input_precision=S.PRECISION)
@@ -327,13 +336,13 @@ def channel_tile(i, x, y, g, norms, i_m, i_key, i_k, first, rows, below_bar, S: 
             b_col = b_colk
         p_p = y.pairs + i_slot * COUNT * S.BT * S.BT
         if S.HAS_DECAY:
-            p_s = y.sums + i_slot * decay.ROWS * S.K
-            b_start = decay.of_block(p_s, decay.BEFORE, o_r, o_k, S.K)
+            p_s = y.sums + i_slot * ROWS * S.K
+            b_start = decay.of_block(p_s, BEFORE, o_r, o_k, S.K)
             b_dqh *= decay.lead_decay(p_s, o_r, o_k, S.K, True) * b_start
             b_row *= decay.lead_decay(p_s, o_r, o_k, S.K, not FREE) * b_start
             b_lead = decay.load_sums(p_s, o_r, o_k, S.K)
             b_end = decay.tail_decay(p_s, b_lead, o_r, o_k, S.K, S.EXACT)
-            b_end *= decay.of_block(p_s, decay.AFTER, o_r, o_k, S.K)
+            b_end *= decay.of_block(p_s, AFTER, o_r, o_k, S.K)
             b_col *= b_end
             b_all = tl.load(y.chunk_decay + i_slot * S.K + o_k, mask=o_k < S.K, other=0.0)
             b_last = b_y * b_col
@@ -355,7 +364,7 @@ def channel_tile(i, x, y, g, norms, i_m, i_key, i_k, first, rows, below_bar, S: 
                 b_z -= b_own
             p_d = (first * S.HV + i_h) * S.K + o_t[:, None] * (S.HV * S.K) + o_k[None, :]
             m_d = (m_r & (o_r % S.N_STEPS == 0))[:, None] & m_k
-            tl.store(y.d_log_decay + p_d, tl.where(b_g == decay.GONE, 0.0, b_z), mask=m_d)
+            tl.store(y.d_log_decay + p_d, tl.where(b_g == GONE, 0.0, b_z), mask=m_d)
         else:
             d = gradients_without_decay(p_p, e, Sums(0, 0, b_dqh, b_row, b_col, b_colk), S)
             _, _, b_dqh, b_row, b_col, b_colk = d
@@ -386,6 +395,6 @@ def gradients_of_chunk(i_m, i_key, first, rows, i, x, y, g, S: tl.constexpr):
     if S.HAS_DECAY:
         for i_g in range(S.HV // S.H):
             i_slot = i_m.to(tl.int64) * S.HV + i_key * (S.HV // S.H) + i_g
-            least = tl.minimum(least, tl.load(y.sums + (i_slot * decay.ROWS + decay.LEAST) * S.K))
+            least = tl.minimum(least, tl.load(y.sums + (i_slot * ROWS + LEAST) * S.K))
     for i_k in range(0, S.K, S.BC):
         channel_tile(i, x, y, g, norms, i_m, i_key, i_k, first, rows, least < -S.BAR, S)

@@ -22,7 +22,15 @@ import triton.language as tl
 
 from deltarule.ops.delta_rule.triton import channel_decay as decay
 from deltarule.ops.delta_rule.triton import channel_tiles as channels
-from deltarule.ops.delta_rule.triton.channel_decay import BLOCK
+from deltarule.ops.delta_rule.triton.channel_decay import (
+    AFTER,
+    BEFORE,
+    BLOCK,
+    EARLY,
+    LATE,
+    LEAST,
+    ROWS,
+)
 from deltarule.ops.delta_rule.triton.tiles import SCALING, SCALINGS, correction, store_rows
 
 # Queries, keys and the rows of a free erase.
@@ -106,7 +114,7 @@ def store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S: t
 @triton.jit
 def add_scores_below_bar(b_s, b_s2, p_g, p_s, e, o_r, rows, g, S: tl.constexpr, OWN: tl.constexpr):
     """Add the pairs that no product has: the columns below the bar, against their own block."""
-    if tl.load(p_s + decay.LEAST * S.K) < -S.BAR:
+    if tl.load(p_s + LEAST * S.K) < -S.BAR:
         # Few channels at a time: this path must not cost the others registers.
         for i_k in range(0, S.K, S.BN):
             o_n = i_k + tl.arange(0, S.BN)
@@ -150,7 +158,7 @@ def chunk_scores(
     b_s, b_s2 = tl.zeros([S.BT, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
     if S.HAS_DECAY:
         p_g = decay.decays_of(g, first, i_h)
-        p_s = y.sums + i_slot * decay.ROWS * S.K
+        p_s = y.sums + i_slot * ROWS * S.K
         if SUMS:
             decay.store_sums(p_g, p_s, rows, g, S)
             decay.store_block_decays(p_s, y.chunk_decay + i_slot * S.K, S)
@@ -179,10 +187,10 @@ def chunk_scores(
             b_to = decay.lead_decay(p_s, o_r, o_k, S.K, OWN)
             b_lead = decay.load_sums(p_s, o_r, o_k, S.K)
             b_from = decay.tail_decay(p_s, b_lead, o_r, o_k, S.K, S.EXACT)
-            b_late = b_to * decay.of_block(p_s, decay.LATE, o_r, o_k, S.K)
-            b_early = b_from * decay.of_block(p_s, decay.EARLY, o_r, o_k, S.K)
-            b_to *= decay.of_block(p_s, decay.BEFORE, o_r, o_k, S.K)
-            b_from *= decay.of_block(p_s, decay.AFTER, o_r, o_k, S.K)
+            b_late = b_to * decay.of_block(p_s, LATE, o_r, o_k, S.K)
+            b_early = b_from * decay.of_block(p_s, EARLY, o_r, o_k, S.K)
+            b_to *= decay.of_block(p_s, BEFORE, o_r, o_k, S.K)
+            b_from *= decay.of_block(p_s, AFTER, o_r, o_k, S.K)
         store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S)
         b_s = product(b_x * b_late, b_y * b_early, b_s, S.PRECISION)
         if S.ERASE != "none":
