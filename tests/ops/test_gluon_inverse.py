@@ -1,7 +1,6 @@
 """The inverse of a chunk's triangle in Gluon: of whole numbers it rounds nothing."""
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -16,8 +15,9 @@ from triton.experimental.gluon import language as gl
 
 from deltarule.ops.delta_rule.gluon.forward import new_tiles
 from deltarule.ops.delta_rule.gluon.inverse import BATCH, invert
-from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATE, product
+from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATE, Form, product
 from deltarule.ops.runtime.gluon_tiles import barrier
+from deltarule.ops.runtime.launch import Launch
 from gluon_interpreter import run
 
 
@@ -46,18 +46,20 @@ def inverse_role(tiles, m, beta, out, SAVE: gl.constexpr):
 
 
 @gluon.jit
-def inverse_kernel(m, beta, out, SAVE: gl.constexpr):
+def inverse_kernel(m, beta, out, FORM: gl.constexpr):
     """One role alone."""
-    tiles = new_tiles(gl.bfloat16, CHUNK, 0, 1, CHUNK, True, SAVE)
-    inverse_role(tiles, m, beta, out, SAVE)
+    inverse_role(new_tiles(gl.bfloat16, FORM), m, beta, out, FORM.SAVE)
 
 
 def check(launch: Callable[..., object], save: bool, device: str = "cpu") -> None:
     """Numbers of few digits: sparse M of -1, 0 and 1, and beta of 0, 1 and 2."""
+    form = Form(
+        TIED=True, DECAY=False, UNIT=False, ENDS="whole", K=CHUNK.value, PARTS=0, SAVE=save
+    )  # fmt: skip
     m = (torch.randint(-1, 2, (64, 64)) * (torch.rand(64, 64) < 0.15)).tril(-1).float()
     beta = torch.randint(0, 3, (64,)).float()
     out = torch.full((64, 64), torch.nan, device=device)
-    launch(m=m.to(device), beta=beta.to(device), out=out, SAVE=save)
+    launch(form, m.to(device), beta.to(device), out)
     one, m, beta = torch.eye(64).double(), m.double(), beta.double()
     if save:
         expected = -torch.linalg.inv(one + m * beta) @ m
@@ -70,8 +72,8 @@ def check(launch: Callable[..., object], save: bool, device: str = "cpu") -> Non
 
 @pytest.mark.parametrize("save", [False, True])
 def test_the_inverse_of_whole_numbers_is_exact(save) -> None:
-    def interpreted(**named: Tensor | bool) -> None:
-        run(inverse_kernel, 1, named, 0)
+    def interpreted(form: Form, m: Tensor, beta: Tensor, out: Tensor) -> None:
+        run(inverse_kernel, 1, {"m": m, "beta": beta, "out": out, "FORM": form}, 0)
 
     check(interpreted, save)
 
@@ -80,4 +82,7 @@ def test_the_inverse_of_whole_numbers_is_exact(save) -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("save", [False, True])
 def test_so_it_is_on_a_gpu(save) -> None:
-    check(partial(inverse_kernel[(1,)], num_warps=4), save, "cuda")
+    def launched(form: Form, *given: Tensor) -> None:
+        Launch(inverse_kernel, {"FORM": form, "num_warps": 4})((1, 1, 1), *given)
+
+    check(launched, save, "cuda")
