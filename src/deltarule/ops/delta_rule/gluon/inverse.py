@@ -65,8 +65,8 @@ def product_of_blocks(a, transposed, total):
 @gluon.jit
 def rows_and_columns():
     """Of the numbers of a block, [1, row, 1] and [1, 1, column]."""
-    row = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, BATCH)))[None, :, None]
     column = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, BATCH)))[None, None, :]
+    row = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, BATCH)))[None, :, None]
     return row, column
 
 

@@ -24,6 +24,7 @@ from deltarule.ops.delta_rule.gluon.inverse import (
     BATCH,
     four,
     invert,
+    rows_and_columns,
 )
 from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATE, GATES, product
 from deltarule.ops.delta_rule.gluon.products import finish, start, tell, value
@@ -156,8 +157,7 @@ def decayed_blocks(tiles, gate_slot, kk, FORM: gl.constexpr):
     """
     I: gl.constexpr = gl.SliceLayout(1, BATCH)
     J: gl.constexpr = gl.SliceLayout(2, BATCH)
-    o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, I))[None, None, :]
-    o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, J))[None, :, None]
+    o_j, o_i = rows_and_columns()
     gate = gate_slot * GATES
     if FORM.DECAY:
         sums = gl.expand_dims(of_blocks(tiles, gate + GATE.KEY_SUM, I), 1)

@@ -102,7 +102,7 @@ def state_role(
         if FORM.TIED:
             erased = value(finish((erased,), places.has_erased, i & 1), TOKENS)
             s, x, errors = written_values(
-                shared, at, places, s, v, erased, zero, PART, PARTS, K, SLOTS, FORM
+                shared, at, places, s, v, erased, PART, PARTS, K, SLOTS, FORM
             )
         else:
             x, errors = v.to(gl.float32), zero
@@ -240,7 +240,7 @@ def widened(x):
 
 @gluon.jit
 def written_values(
-    shared, at, places, s, v, erased, zero, PART: gl.constexpr, PARTS: gl.constexpr,
+    shared, at, places, s, v, erased, PART: gl.constexpr, PARTS: gl.constexpr,
     K: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """S decayed, X, and with SAVE E, once this role's rows of P are there, too."""
