@@ -41,8 +41,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         raise SafetensorError(f"{path}: {error}") from error
     finally:
         aside.unlink(missing_ok=True)
-    if os.name == "posix":
-        sync(path.parent)
+    sync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -85,14 +84,13 @@ def new_folder(path: Path) -> Iterator[Path]:
             # Until it is in place, so that nobody takes it for one that was left.
             with locked(aside):
                 yield aside
-                for file in aside.iterdir():
+                for file in (*aside.iterdir(), aside):
                     sync(file)
                 # An empty folder made meanwhile would be replaced; one with files would not.
                 aside.rename(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    if os.name == "posix":
-        sync(path.parent)
+    sync(path.parent)
 
 
 @contextlib.contextmanager
@@ -123,10 +121,13 @@ def lock(file: int | IO[str]) -> bool | None:
 
 def sync(path: Path) -> None:
     """Wait until the disk has a file, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    folder = path.is_dir()
+    if folder and os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
     try:
         # Some file systems cannot fsync a folder; a rename in it is atomic all the same.
-        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+        with contextlib.suppress(OSError) if folder else contextlib.nullcontext():
             os.fsync(descriptor)
     finally:
         os.close(descriptor)

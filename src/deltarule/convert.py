@@ -5,12 +5,9 @@ from pathlib import Path
 
 from deltarule.models.config import MODEL_TYPE
 from deltarule.models.convert.copy import convert
-from deltarule.train.progress import make_progress
+from deltarule.train.progress import PERCENT, make_progress
 from deltarule.train.run_folder import RUN, line_that_resumes
 from deltarule.train.runs import is_at_its_end, run_of
-
-# What the bar counts up to.
-PERCENT = 100
 
 
 @dataclass(frozen=True)
@@ -39,13 +36,7 @@ def convert_folder(run: ConvertRun) -> None:
     if (run.source / RUN).exists() and not is_at_its_end(run.source):
         how = line_that_resumes(run.source)
         raise ValueError(f"{run.source}: this run is not finished; finish it with: {how}")
+    size = int(run.shard_gb * 1e9)
     with make_progress(PERCENT, what="percent") as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.update(
-                PERCENT * done // max(total, 1), {"GB": f"{done / 1e9:.2f} of {total / 1e9:.2f}"}
-            )
-
-        size = int(run.shard_gb * 1e9)
-        convert(run.source, run.destination, run.to, shard_size=size, progress=show)
+        convert(run.source, run.destination, run.to, shard_size=size, progress=bar.update_bytes)
     print(f"{run.destination}: written as {run.to}")

@@ -164,7 +164,7 @@ def test_bad_input_is_named_and_nothing_is_left(source, tmp_path):
             write_data(bad)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
     write_data(DataRun(source, out))
-    with pytest.raises(ValueError, match="it exists"):
+    with pytest.raises(ValueError, match="exists already"):
         write_data(DataRun(source, out))
     bounds = out / "training.bounds"
     whole = bounds.read_bytes()

@@ -4,13 +4,14 @@ With them is kept the state of every random generator that a run may draw from.
 """
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from deltarule.atomic_file import sync
+from deltarule.atomic_file import new_folder
 from deltarule.json_file import fitted, parse_object, read_text
 from deltarule.models.files import CheckpointError, naming
 
@@ -43,10 +44,9 @@ class Checkpoint(NamedTuple):
 class Checkpoints:
     """The folder `runs/NAME/checkpoints` and its `step-N`, of which it keeps the newest `keep`.
 
-    A checkpoint is written into a hidden folder, every file is fsynced, the marker with each
-    file's hash is written last, and one rename makes it visible. So a `step-N` is always whole;
-    what a kill leaves behind is hidden, and the next start removes it. The step `spared` is kept
-    whatever comes after it.
+    Each is a `new_folder` with a marker of its files' hashes: a `step-N` is always whole, what a
+    kill leaves behind is hidden, and the next start removes it. The step `spared` is kept whatever
+    comes after it.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
@@ -62,40 +62,26 @@ class Checkpoints:
 
     def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
         """Write one checkpoint; afterwards it is on disk, or the old ones are as they were."""
-        aside = self.folder / f".step-{step}.{os.getpid()}.tmp"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        try:
-            whole = {key: x.detach().cpu().contiguous() for key, x in tensors.items()}
+        whole = {key: x.detach().cpu().contiguous() for key, x in tensors.items()}
+        with self.new(step) as aside:
             for name, kind in ((MODEL, False), (OPTIMIZER, True)):
                 save_file(
                     {key: x for key, x in whole.items() if ("/" in key) == kind}, aside / name
                 )
-            for file in aside.iterdir():
-                sync(file)
-            hashes = {file.name: file_hash(file) for file in sorted(aside.iterdir())}
-            return self.publish(aside, step, json.dumps(state), hashes)
-        finally:
-            # Where the disk is full, half a checkpoint must not keep it so.
-            shutil.rmtree(aside, ignore_errors=True)
+            mark(aside, step, json.dumps(state), hashes_of(aside.iterdir()))
+        return self.folder / f"step-{step}"
 
-    def publish(self, aside: Path, step: int, state: str, hashes: dict[str, str]) -> Path:
-        """Make what was written, synced and hashed aside the checkpoint of a step."""
+    @contextlib.contextmanager
+    def new(self, step: int) -> Iterator[Path]:
+        """A folder aside, which becomes the checkpoint of a step; then the oldest ones go."""
         target = self.folder / f"step-{step}"
-        (aside / STATE).write_text(state)
-        sync(aside / STATE)
-        hashes = hashes | {STATE: file_hash(aside / STATE)}
-        marker = Marker(step, hashes, Marker(step, hashes).hash())
-        (aside / MARKER).write_text(json.dumps(dataclasses.asdict(marker)))
-        sync(aside / MARKER)
-        sync(aside)
+        # One of this step is damaged: otherwise the run would have gone on from it.
         self.remove(target)
-        aside.rename(target)
-        sync(self.folder)
+        with new_folder(target) as aside:
+            yield aside
         for old in self.steps()[: -self.keep]:
             if old != self.spared:
                 self.remove(self.folder / f"step-{old}")
-        return target
 
     def steps(self) -> list[int]:
         return checkpoint_steps(self.folder)
@@ -158,7 +144,7 @@ def read_checkpoint(
         if name == OPTIMIZER and not optimizer:
             continue
         with naming(folder / name):
-            if file_hash(folder / name) != hashes[name]:
+            if hashes_of([folder / name]) != {name: hashes[name]}:
                 raise ValueError("damaged: its hash is not the one that was saved")
     return Checkpoint(folder, step, read_json(folder / STATE))
 
@@ -174,6 +160,14 @@ class Marker:
     def hash(self) -> str:
         said = json.dumps([self.step, self.sha256], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()
+
+
+def mark(folder: Path, step: int, state: str, hashes: dict[str, str]) -> None:
+    """Add the JSON state to files with these hashes, and the marker of a checkpoint."""
+    (folder / STATE).write_text(state)
+    hashes = hashes | hashes_of([folder / STATE])
+    marker = Marker(step, hashes, Marker(step, hashes).hash())
+    (folder / MARKER).write_text(json.dumps(dataclasses.asdict(marker)))
 
 
 def weights_and_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -243,9 +237,12 @@ def read_marker(folder: Path) -> tuple[int, dict[str, str]]:
     return marker.step, marker.sha256
 
 
-def file_hash(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+def hashes_of(files: Iterable[Path]) -> dict[str, str]:
+    hashes = {}
+    for file in sorted(files):
+        with file.open("rb") as handle:
+            hashes[file.name] = hashlib.file_digest(handle, "sha256").hexdigest()
+    return hashes
 
 
 def read_json(file: Path) -> dict[str, Any]:

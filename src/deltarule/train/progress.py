@@ -13,7 +13,7 @@ from deltarule.train.extra import require
 T = TypeVar("T")
 # Seconds between the lines of a run whose output goes to a file.
 LINE_EVERY = 10.0
-STEP = "step"
+STEP, PERCENT = "step", 100
 CONTROLS = {n: rf"\x{n:02x}" for n in (*range(32), *range(127, 160)) if chr(n) not in "\t\n"}
 # Columns of a terminal that has room for a bar beside the figures.
 WIDE = 80
@@ -24,6 +24,11 @@ class Progress:
 
     def update(self, step: int, shown: dict[str, str]) -> None:
         """One step is done; `shown` are the figures of the moment by their names."""
+
+    def update_bytes(self, done: int, total: int, more: dict[str, str] | None = None) -> None:
+        """So many of all bytes are done; the bar is one of `PERCENT` steps."""
+        shown = {"GB": f"{done / 1e9:.2f} of {total / 1e9:.2f}"} | (more or {})
+        self.update(PERCENT * done // max(total, 1), shown)
 
     def note(self, text: str) -> None:
         """Say something that stays on the screen."""

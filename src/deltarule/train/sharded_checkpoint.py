@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Collection
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,8 @@ from deltarule.atomic_file import sync
 from deltarule.models import CausalLM
 from deltarule.models.files import CONFIG, WEIGHTS, CheckpointError
 from deltarule.parallel import World
+from deltarule.parallel.world import broadcast
 from deltarule.train import checkpoint
-
-HASHES = ".hashes-{}.json"
 
 
 class ShardedCheckpoints(checkpoint.Checkpoints):
@@ -53,6 +53,7 @@ class ShardedCheckpoints(checkpoint.Checkpoints):
         # Of its own: collectives of two threads must not meet.
         self.group = dist.new_group(backend="gloo", timeout=world.timeout)
         self.writing: threading.Thread | None = None
+        self.made = ExitStack()
         self.failure: BaseException | None = None
 
     def save(self, step: int, tensors: checkpoint.Tensors, state: dict[str, Any]) -> Path:
@@ -61,13 +62,8 @@ class ShardedCheckpoints(checkpoint.Checkpoints):
         What is no DTensor is alike on all processes, and all may change when this returns.
         """
         self.wait()
-        aside = self.folder / f".step-{step}.tmp"
-
-        def prepare() -> None:
-            self.remove(aside)
-            aside.mkdir()
-
-        self.world.from_first(prepare)
+        # Made and moved into place by the first process.
+        aside = Path(self.world.from_first(lambda: str(self.made.enter_context(self.new(step)))))
         written = async_save(
             as_written(tensors, self.stepped), process_group=self.group,
             storage_writer=HuggingFaceStorageWriter(str(aside), save_distributed=True),
@@ -87,35 +83,31 @@ class ShardedCheckpoints(checkpoint.Checkpoints):
             raise OSError(f"{self.folder}: the checkpoint was not written: {failure}")
 
     def _finish(self, written: Future[Any], aside: Path, step: int, state: str) -> None:
-        world = self.world
+        world, hashes = self.world, dict[str, str]()
 
-        def hash_own() -> None:
-            files = sorted(aside.glob(f"shard-{world.rank + 1:05d}-*.safetensors"))
+        def hash_own() -> dict[str, str]:
+            files = [*aside.glob(f"shard-{world.rank + 1:05d}-*.safetensors")]
             for file in files:
                 sync(file)
-            hashes = {file.name: checkpoint.file_hash(file) for file in files}
-            (aside / HASHES.format(world.rank)).write_text(json.dumps(hashes))
+            return checkpoint.hashes_of(files)
 
         def publish() -> None:
-            hashes: dict[str, str] = {}
-            for rank in range(world.size if world.first else 0):
-                part = aside / HASHES.format(rank)
-                hashes |= checkpoint.read_json(part)
-                part.unlink()
             if world.first:
-                self.publish(aside, step, state, hashes)
+                checkpoint.mark(aside, step, state, hashes)
+            self.made.close()
 
         try:
-            written.result()
-            world.everywhere(hash_own, self.group)
-            world.everywhere(publish, self.group)
+            # After an error nothing is left of it.
+            with self.made:
+                written.result()
+                own = json.dumps(world.everywhere(hash_own, self.group))
+                for rank in range(world.size):
+                    hashes |= json.loads(broadcast(own, rank, self.group))
+                world.everywhere(publish, self.group)
         except CheckpointException as error:
             self.failure = next(iter(error.failures.values()))[0]
         except Exception as error:
             self.failure = error
-        if world.first:
-            # Where the disk is full, half a checkpoint must not keep it so.
-            shutil.rmtree(aside, ignore_errors=True)
 
     def newest(self) -> checkpoint.Checkpoint | None:
         steps = self.world.from_first(self.steps)

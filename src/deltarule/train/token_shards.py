@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -25,13 +24,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from deltarule.atomic_file import filling
+from deltarule.atomic_file import new_folder
 from deltarule.json_file import fitted, parse_object, read_text
 from deltarule.models.files import naming
 from deltarule.nn.checks import check_least, check_that
 from deltarule.train.data import Corpus, joined
 from deltarule.train.documents import MINIMUM_BYTES, READERS, DataError, find_files, is_text
-from deltarule.train.progress import make_progress
+from deltarule.train.progress import PERCENT, make_progress
 from deltarule.train.vocabulary import Encoder, make_encoder
 
 INDEX = "tokens.json"
@@ -42,8 +41,6 @@ LONGEST_BYTES = 8 * 2**20
 LONG_BYTES = 2**20
 # Bytes that a tokenizer is given at once.
 BATCH_BYTES = 2**20
-# Steps of the bar.
-PERCENT = 100
 
 
 @dataclass(frozen=True)
@@ -228,18 +225,11 @@ def sample_documents(corpus: Corpus, largest: int) -> Corpus:
 
 def write_data(run: DataRun) -> None:
     """Tokenise all documents, with a bar that counts bytes; an error leaves nothing behind."""
-    if run.out.exists():
-        raise ValueError(f"--out {run.out}: it exists; remove it or give another folder")
     if not run.source.exists():
         raise DataError(f"{run.source}: there is no such file or folder")
     encoder = make_encoder(run.tokenizer)
-    # What a run that was killed has left is written afresh.
-    aside = run.out.with_name(f".{run.out.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    with filling(run.out), contextlib.ExitStack() as made:
-        aside.mkdir(parents=True)
-        made.callback(shutil.rmtree, aside, ignore_errors=True)
-        dtype: Literal["uint16", "uint32"] = "uint16" if encoder.vocab_size <= 2**16 else "uint32"
+    dtype: Literal["uint16", "uint32"] = "uint16" if encoder.vocab_size <= 2**16 else "uint32"
+    with new_folder(run.out) as aside:
         with contextlib.ExitStack() as opened:
             sets = {}
             for name in (TRAINING, VALIDATION):
@@ -254,7 +244,6 @@ def write_data(run: DataRun) -> None:
         )  # fmt: skip
         encoder.save(aside)
         (aside / INDEX).write_text(json.dumps(dataclasses.asdict(index), indent=1))
-        aside.replace(run.out)
     for name, facts in ((TRAINING, index.training), (VALIDATION, index.validation)):
         counts = {"documents": facts.documents, "bytes": facts.bytes, "tokens": sum(facts.shards)}
         words = [f"{x:,} {what if x != 1 else what[:-1]}" for what, x in counts.items()]
@@ -272,8 +261,7 @@ def fill(run: DataRun, encoder: Encoder, sets: dict[str, ShardWriter]) -> None:
             for (text, name), tokens in zip(batch, encoder.encode(texts), strict=True):
                 sets[name].add(np.concatenate([[encoder.begin], tokens]), len(text))
             rate = done / 1e6 / (time.monotonic() - began)
-            shown = {"GB": f"{done / 1e9:.2f} of {total / 1e9:.2f}", "MB/s": f"{rate:.1f}"}
-            bar.update(PERCENT * done // max(total, 1), shown)
+            bar.update_bytes(done, total, {"MB/s": f"{rate:.1f}"})
         for name in left_out:
             bar.note(f"note: {name} is left out: neither text, .jsonl nor .parquet")
 
@@ -283,17 +271,17 @@ def batches(
 ) -> Iterator[tuple[list[tuple[bytes, str]], int]]:
     """Documents and the sets they go to, about a megabyte at a time, and the bytes read so far."""
     batch: list[tuple[bytes, str]] = []
-    number, held, before, done = 0, 0, 0, 0
+    number, held, done = 0, 0, 0
     for file in files:
-        for text, within in documents_of(file, run.text_field, left_out):
-            done = before + within
-            if text:
-                batch += divided(text, number, run.validation_fraction)
-                number, held = number + 1, held + len(text)
+        # How far a reader is in its file, it does not say: about as far as its texts are long.
+        end = done + file.stat().st_size
+        for text in filter(None, documents_of(file, run.text_field, left_out)):
+            batch += divided(text, number, run.validation_fraction)
+            number, held, done = number + 1, held + len(text), min(done + len(text), end)
             if held >= BATCH_BYTES:
                 yield batch, done
                 batch, held = [], 0
-        before += file.stat().st_size
+        done = end
     if batch:
         yield batch, done
 
@@ -316,14 +304,10 @@ def divided(text: bytes, number: int, fraction: float) -> list[tuple[bytes, str]
     return [part for part in parts if part[0]]
 
 
-def documents_of(file: Path, field: str, left_out: list[str]) -> Iterator[tuple[bytes, int]]:
-    """Documents, a text file or stretches of it that end with a line; how many bytes were read."""
+def documents_of(file: Path, field: str, left_out: list[str]) -> Iterator[bytes]:
+    """The documents of a file; of a text file itself, or stretches of it that end with a line."""
     if (rows := READERS.get(file.suffix)) is not None:
-        # How far a reader is in its file, it does not say: about as far as its texts are long.
-        done, size = 0, file.stat().st_size
-        for text in rows(file, field):
-            done = min(done + len(text), size)
-            yield text, done
+        yield from rows(file, field)
         return
     with file.open("rb") as opened:
         while text := opened.read(LONGEST_BYTES):
@@ -332,4 +316,4 @@ def documents_of(file: Path, field: str, left_out: list[str]) -> Iterator[tuple[
                 return
             if len(text) == LONGEST_BYTES:
                 text += opened.readline(LONGEST_BYTES)
-            yield text, opened.tell()
+            yield text
