@@ -9,14 +9,12 @@ from deltarule.train.evaluate import PositionBin
 from deltarule.train.figures import DARK, LIGHT, MIDDLE, loss_curve, new_drawing, position_curve
 
 ROWS = [{"step": s, "bits_per_byte": 8 / s} for s in range(1, 60)]
-ROWS += [{"step": 30, "validation": 1.0}, {"step": 59, "validation": None}]
+MEASURED = "validation_bits_per_byte"
+ROWS += [{"step": 30, MEASURED: 1.0}, {"step": 59, MEASURED: None}]
 
 
 def draw(rows, path):
-    loss_curve(
-        rows, path, trained="bits_per_byte", evaluated="validation", label="bits per byte",
-        levels={"gzip": 3.0, "xz": 2.9},
-    )  # fmt: skip
+    loss_curve(rows, path, "bits_per_byte", {"gzip": 3.0, "xz": 2.9})
 
 
 def test_loss_curve_writes_a_png_and_nothing_else(tmp_path):
@@ -36,7 +34,7 @@ def test_curves_are_of_rows_with_a_number_and_the_smooth_one_of_the_values_aroun
     monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure.axes[0]))
     values = [90.0, *(float(x * x % 7) for x in range(499))]
     rows = [{"step": s, "bits_per_byte": value} for s, value in enumerate(values)]
-    draw([*rows, {"step": 30, "validation": 1.0}, {"step": 59, "validation": None}], None)
+    draw([*rows, *ROWS[-2:]], None)
     each, smooth, measured, *_ = drawn[0].lines
     assert each.get_ydata().tolist() == values
     assert drawn[0].get_ylim() == pytest.approx((0 - 0.32, 4 + 0.32), abs=0.01)

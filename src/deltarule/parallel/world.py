@@ -126,6 +126,10 @@ class World:
             dist.all_reduce(x)
         return x
 
+    def agree(self, *wishes: bool) -> list[bool]:
+        """Whether any process wishes each: one answer for all."""
+        return [count > 0 for count in self.sum(torch.tensor(wishes, dtype=torch.int32)).tolist()]
+
     def from_first(self, compute: Callable[[], Any]) -> Any:
         """Compute JSON on rank 0 and give it to all; an error there is raised on all.
 

@@ -39,11 +39,15 @@ def dress(axes: "Axes", *, title: str, x: str, y: str) -> None:
     axes.set_title(title.encode(errors="replace").decode(), loc="left", color=INK, fontsize=11)
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)
+    bare(axes)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def bare(axes: "Axes") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(INK)
     axes.tick_params(colors=INK)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
-    axes.set_axisbelow(True)
 
 
 def new_grid(rows: int, columns: int, *, title: str) -> "tuple[Figure, list[list[Axes]]]":
@@ -53,9 +57,8 @@ def new_grid(rows: int, columns: int, *, title: str) -> "tuple[Figure, list[list
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
     axes = figure.subplots(rows, columns, squeeze=False)
     for one in axes.flat:
-        one.spines[["top", "right"]].set_visible(False)
-        one.spines[["left", "bottom"]].set_color(INK)
-        one.tick_params(colors=INK, labelsize=8)
+        bare(one)
+        one.tick_params(labelsize=8)
     return figure, [list(row) for row in axes]
 
 
@@ -80,16 +83,13 @@ def save(figure: "Figure", path: Path) -> None:
 def loss_curve(
     rows: Sequence[dict[str, Any]],
     path: Path,
-    *,
-    trained: str,
-    evaluated: str,
-    label: str,
+    measure: str,
     levels: dict[str, float],
     title: str = "Training",
 ) -> None:
-    """Draw the columns of metrics.jsonl that each step and each evaluation has over the steps."""
-    figure, axes = new_drawing(title=title, x="step", y=label)
-    points = column(rows, trained)
+    """Draw a measure in metrics.jsonl over the steps, with what validation had of it."""
+    figure, axes = new_drawing(title=title, x="step", y=measure.replace("_", " "))
+    points = column(rows, measure)
     steps, values = [s for s, _ in points], [v for _, v in points]
     axes.plot(steps, values, color=LIGHT, linewidth=0.7, label="training, each step")
     # The mean of the values within so many steps before and after each.
@@ -97,7 +97,7 @@ def loss_curve(
     ends = [(max(0, i - window), min(len(values), i + window + 1)) for i in range(len(values))]
     smooth = [(sums[last] - sums[first]) / (last - first) for first, last in ends]
     axes.plot(steps, smooth, color=DARK, linewidth=1.8, label="training, running mean")
-    if measured := column(rows, evaluated):
+    if measured := column(rows, f"validation_{measure}"):
         axes.plot(
             *zip(*measured, strict=True), color=MIDDLE, linewidth=1.2, marker="o", markersize=4,
             linestyle="--", label="validation",

@@ -123,12 +123,14 @@ class Trainer:
         also: Sequence[Sink] = (),
         world: World | None = None,
     ) -> None:
-        self.device = choose_device(options.device) if world is None else world.device
+        self.world = World(choose_device(options.device)) if world is None else world
+        self.device = self.world.device
         self.model, self.job, self.options = model.to(self.device), job, options
         self.optimizer_options = optimizer_options
         model.activation_checkpointing = options.activation_checkpointing
-        low, tokens = options.dtype == "bfloat16", job.batch_tokens // options.accumulate
-        self.spread = Spread(model, world, bfloat16=low, count=options.accumulate, tokens=tokens)
+        low, count = options.dtype == "bfloat16", options.accumulate
+        tokens = job.batch_tokens // count
+        self.spread = Spread(model, self.world, bfloat16=low, count=count, tokens=tokens)
         self.optimizer = make_optimizer(model, optimizer_options)
         if options.compile:
             compile_blocks(model)
@@ -188,19 +190,19 @@ class Trainer:
         """
         began, before = time.monotonic(), self.seconds
         path = self.folder / "metrics.jsonl"
-        quiet = not self.spread.first
+        quiet = not self.world.first
         progress = make_progress(self.options.steps, first=self.step, quiet=quiet)
         if self.options.compile:
             progress.note("compiling the model: the first step takes a minute or more")
         metrics_file, stop = Metrics(path, after=self.step, quiet=quiet, also=self.also), False
         with metrics_file as metrics, Interrupt() as interrupt, progress:
             while not self.complete:
-                with self.spread.attended(self.step):
+                with self.world.attended(self.step):
                     self._step(metrics, progress)
                     self.seconds = before + time.monotonic() - began
                     late = time.monotonic() - self.saved_at >= self.save_seconds
                     over = self._is_over(began)
-                    stop, terminated, over, late = self.spread.agree(
+                    stop, terminated, over, late = self.world.agree(
                         interrupt.requested, interrupt.terminated, over, late
                     )
                 if over and not stop:
@@ -282,7 +284,7 @@ class Trainer:
                 f"the {what} is not finite at step {step} (loss {loss}); {last}; "
                 "start again under another --name, with a lower --lr or a longer --warmup-steps"
             )
-            if self.spread.plan is not None and self.spread.first:
+            if self.spread.plan is not None and self.world.first:
                 (self.folder / DIVERGED).write_text(reason)
             raise DivergedError(reason)
         seconds = time.monotonic() - max(began, self.read_at)

@@ -8,13 +8,12 @@ from deltarule.nn.checks import check_least, check_multiple
 from deltarule.parallel import World
 from deltarule.tasks import mqar
 from deltarule.train.device import choose_device
-from deltarule.train.figures import loss_curve
 from deltarule.train.job import LoopOptions, ModelOptions
 from deltarule.train.labelled import EVALUATION, LabelledJob, Rows, draw_rows, measure
 from deltarule.train.loop import Trainer, evaluating
-from deltarule.train.metrics import Metrics, WatchOptions, read_metrics
+from deltarule.train.metrics import WatchOptions, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
-from deltarule.train.whole_run import layers_of, whole_run
+from deltarule.train.whole_run import keep_figures, whole_run
 
 # Of the short evaluations of the curve.
 WATCHED_ROWS = 256
@@ -83,11 +82,5 @@ def finish(run: MqarRun, trainer: Trainer) -> None:
         accuracy = measure(trainer.model, mqar, run.task, rows)["accuracy"]
     print(f"\naccuracy {accuracy:.2%} on {run.evaluation_rows:,} new rows "
           f"(chance {run.task.chance:.1%})")  # fmt: skip
-    path = trainer.folder / "metrics.jsonl"
-    with Metrics(path, after=trainer.step, end=True, also=trainer.also) as metrics:
-        metrics.write({"step": trainer.step, "final_accuracy": accuracy})
-    loss_curve(
-        read_metrics(path), trainer.folder / "accuracy.png", trained="accuracy",
-        evaluated="validation_accuracy", label="accuracy", levels={"chance": run.task.chance},
-        title=f"Associative recall, {layers_of(trainer.model)}",
-    )  # fmt: skip
+    levels = {"chance": run.task.chance}
+    keep_figures(trainer, {"accuracy": accuracy}, "accuracy.png", "accuracy", levels)

@@ -4,7 +4,6 @@ A step is a function of the seed and the step alone: it has `accumulate` rows wh
 of processes, group r of D takes the rows r, r + D, ..., and their losses and gradients are summed.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from deltarule.train.step import Part, TrainingStep
 
 
 class Spread:
-    """A model on the processes of a run, spread in place; on one process nothing is.
+    """A model on the processes of a run, spread in place; on one process, or by None, nothing is.
 
     Of the `count` rows of a step, which all processes share out evenly, `rows` are this one's. A
     pass takes rows of `tokens` at once.
@@ -39,9 +38,10 @@ class Spread:
         tokens: int = 0,
     ) -> None:
         self.model, self.world, self.count, self.rows = model, world, count, range(count)
-        mesh = None if world is None or world.size == 1 else world.mesh
         self.plan: Plan | None = None
-        if world is not None and mesh is not None:
+        # Processes that share layers measure the same.
+        self.alike = 1
+        if world is not None and world.size > 1 and (mesh := world.mesh) is not None:
             keep = keeps_gathered(model, world, mesh, tokens, 2 if bfloat16 else 4)
             shards = mesh["shard"].size()
             groups = mesh["replicate"].size() * shards
@@ -55,17 +55,12 @@ class Spread:
             self.plan = parallelize(
                 model, mesh, bfloat16=bfloat16, keep_gathered=keep, accumulates=len(self.rows) > 1
             )
+            self.alike = mesh["tensor"].size()
         self.data = None if self.plan is None else self.plan.data
-        # Processes that share layers measure the same.
-        self.alike = 1 if mesh is None else mesh["tensor"].size()
         # What a pass without gradients needs around it: gathered weights may be in bfloat16.
         kind = next(model.parameters()).device.type
         low = bfloat16 and self.data is not None
         self.autocast = torch.autocast(kind, torch.bfloat16, enabled=low)
-
-    @property
-    def first(self) -> bool:
-        return self.world is None or self.world.first
 
     def checkpoints(self, folder: Path, keep: int) -> Checkpoints:
         """Of the run: by one process whole files, by several parts; each reads both."""
@@ -76,15 +71,6 @@ class Spread:
 
         stepped = self.plan.stepped
         return ShardedCheckpoints(folder, keep=keep, world=self.world, stepped=stepped)
-
-    def attended(self, step: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.world is None else self.world.attended(step)
-
-    def agree(self, *wishes: bool) -> list[bool]:
-        """Whether any process wishes each: one answer for all, who then stop at one step."""
-        if self.world is None:
-            return list(wishes)
-        return [count > 0 for count in self.world.sum(torch.tensor(wishes, dtype=torch.int32))]
 
 
 def keeps_gathered(model: CausalLM, world: World, mesh: DeviceMesh, tokens: int, each: int) -> bool:

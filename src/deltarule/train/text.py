@@ -21,18 +21,17 @@ from deltarule.train.device import choose_device, to_device
 from deltarule.train.documents import DataError, limit_bytes, read_documents, split_documents
 from deltarule.train.evaluate import bits_per_byte, compressed_bits_per_byte
 from deltarule.train.extra import MissingExtraError
-from deltarule.train.figures import loss_curve
 from deltarule.train.job import LoopOptions
 from deltarule.train.job import ModelOptions as ModelOptions
 from deltarule.train.loop import Trainer, evaluating
-from deltarule.train.metrics import Metrics, WatchOptions, read_metrics
+from deltarule.train.metrics import WatchOptions
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.progress import as_shown, for_screen
 from deltarule.train.run_folder import DataFacts
 from deltarule.train.sample import GenerateRun, sample_text
 from deltarule.train.token_shards import is_token_folder, open_token_folder, sample_documents
 from deltarule.train.vocabulary import Encoder, make_encoder
-from deltarule.train.whole_run import layers_of, whole_run
+from deltarule.train.whole_run import keep_figures, whole_run
 
 
 @dataclass(frozen=True)
@@ -256,17 +255,8 @@ def finish(run: TextRun, trainer: Trainer, job: TextJob, read: TextData, began: 
     print(f"\nbits per byte on {validation.num_bytes:,} validation bytes{of}")
     for name, bits in table.items():
         print(f"  {name:<20} {bits:.3f}")
-    path = folder / "metrics.jsonl"
-    with Metrics(path, after=trainer.step, end=True, also=trainer.also) as metrics:
-        row = {name.replace(" ", "_"): bits for name, bits in (ours | compressors).items()}
-        final = {f"final_{name}_bits_per_byte": bits for name, bits in row.items()}
-        metrics.write({"step": trainer.step, **final})
-    loss_curve(
-        read_metrics(path), folder / "loss.png",
-        trained="bits_per_byte", evaluated="validation_bits_per_byte", label="bits per byte",
-        levels=compressors,
-        title=f"Training of {folder.name}: {layers_of(model)}",
-    )  # fmt: skip
+    final = {f"{x.replace(' ', '_')}_bits_per_byte": y for x, y in (ours | compressors).items()}
+    keep_figures(trainer, final, "loss.png", "bits_per_byte", compressors)
     if run.sample_bytes and read.encoder is not None:
         unit = "bytes" if read.encoder.tool is None else "tokens"
         print(f"\nsample, {run.sample_bytes:,} {unit} at temperature {run.temperature:g}\n")

@@ -10,9 +10,10 @@ from deltarule.models import CausalLM, ModelConfig
 from deltarule.parallel import World
 from deltarule.train import run_folder
 from deltarule.train.checkpoint import seed_everything
+from deltarule.train.figures import loss_curve
 from deltarule.train.job import Job
 from deltarule.train.loop import Trainer
-from deltarule.train.metrics import sinks
+from deltarule.train.metrics import Metrics, read_metrics, sinks
 from deltarule.train.progress import for_screen
 
 
@@ -69,18 +70,28 @@ def whole_run(
     return folder
 
 
+def keep_figures(
+    trainer: Trainer, final: dict[str, float], picture: str, measure: str, levels: dict[str, float]
+) -> None:
+    """Add the last figures of a run to its metrics, and draw its course as `loss_curve` does."""
+    path = trainer.folder / "metrics.jsonl"
+    with Metrics(path, after=trainer.step, end=True, also=trainer.also) as metrics:
+        metrics.write({"step": trainer.step} | {f"final_{name}": x for name, x in final.items()})
+    title = f"Training of {trainer.folder.name}: {layers_of(trainer.model)}"
+    loss_curve(read_metrics(path), trainer.folder / picture, measure, levels, title)
+
+
 def layers_of(model: CausalLM) -> str:
     return ", ".join(dict.fromkeys(model.config.layer_types))
 
 
 def save_model(trainer: Trainer) -> None:
     """Write the model whole; the first process then goes on with all of it."""
-    world, plan = trainer.spread.world, trainer.spread.plan
-    if world is None or plan is None:
+    if (plan := trainer.spread.plan) is None:
         trainer.model.save(trainer.folder)
         return
     from deltarule.train.sharded_checkpoint import write_model
 
-    write_model(trainer.model, trainer.folder, world, plan.stepped)
-    if world.first:
+    write_model(trainer.model, trainer.folder, trainer.world, plan.stepped)
+    if trainer.world.first:
         trainer.model = CausalLM.load(trainer.folder, device=trainer.device)
