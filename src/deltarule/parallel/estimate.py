@@ -24,15 +24,9 @@ FEW_ROWS = 66
 
 @dataclass(frozen=True)
 class Division:
-    """How the GPUs are divided, and what one group of them takes at once.
+    """How the GPUs are divided along the axes of `World`, and what a group of them takes at once.
 
-    Args:
-        replicate: Whole copies of the weights.
-        shard: Parts of the weights.
-        context: Parts of a row.
-        tensor: Parts of a layer.
-        checkpointing: Whether blocks are computed again in the backward.
-        rows: Rows that the GPUs of one context take at once.
+    With `checkpointing` blocks are computed again; `rows` is what one context takes at once.
     """
 
     replicate: int = 1

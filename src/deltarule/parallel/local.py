@@ -25,11 +25,8 @@ Group = dist.ProcessGroup
 class Enclosure:
     """A module that begins where processes differ and ends where they sum what they have.
 
-    Args:
-        module: Maps x, its first argument, to y, or to a tuple whose first entry is y.
-        group: The processes that share it.
-        stepped: Names of parameters kept as [steps, rows of a step, ...] whose layer wants them
-            as [steps * rows, ...].
+    It maps x, its first argument, to y, or to a tuple whose first entry is y. Parameters named
+    `stepped` are kept as [steps, rows of a step, ...]; their layer wants [steps * rows, ...].
     """
 
     def __init__(self, module: nn.Module, group: Group, stepped: set[str]) -> None:

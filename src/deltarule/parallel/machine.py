@@ -38,23 +38,18 @@ PEAK_FLOPS = 989e12
 class Machine:
     """Hosts of GPUs and what connects them.
 
-    Args:
-        name: Of the GPU.
-        memory: Bytes of a GPU.
-        matrix: Speed of its matrix products, against an H200.
-        bandwidth: Of its memory, against an H200.
-        inside: Bytes/s a GPU in collectives inside a host.
-        outside: Bytes/s a GPU between hosts.
-        host: GPUs of a host.
+    `memory` is in bytes; the speed of matrix products and the bandwidth of memory are against an
+    H200's.
     """
 
     name: str
     memory: float
     matrix: float
     bandwidth: float
+    # Bytes/s a GPU in collectives inside a host, and between hosts: 400 Gbit/s a card, at 88 %.
     inside: float = 290e9
-    # 400 Gbit/s a network card, at 88 %.
     outside: float = 44e9
+    # GPUs of a host.
     host: int = 8
     latency_inside: float = 25e-6
     latency_outside: float = 45e-6
@@ -97,12 +92,7 @@ MACHINES = {
 class Size:
     """A hybrid of gated delta rule and softmax attention, heads of 128 x 128.
 
-    Args:
-        layers: Blocks.
-        hidden: Channels of the stream.
-        vocabulary: Tokens; embedding and head are two matrices.
-        every: One layer in so many is softmax attention; 0: none.
-        kv_heads: Key and value heads of attention.
+    Embedding and head are two matrices; one layer in `every` is attention, with 0 none.
     """
 
     layers: int

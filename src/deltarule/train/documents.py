@@ -8,7 +8,7 @@ import mmap
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -100,7 +100,12 @@ def read_documents(
             continue
         name = file.name if file == root else file.relative_to(root).as_posix()
         try:
-            for title, text in texts_of(file, name, text_field, max_bytes, held):
+            rows = READERS.get(file.suffix)
+            texts: Iterable[Text] = [] if rows is None else rows(file, text_field)
+            if rows is None:
+                texts = [read_bytes(file, max_bytes - held, held)]
+            for number, text in enumerate(texts, 1):
+                title = name if rows is None else f"{name}:{number}"
                 content = text[: max_bytes - held]
                 if not is_text(content):
                     binary.append(title)
@@ -111,7 +116,7 @@ def read_documents(
                     break
         except OSError as error:
             unreadable.append(f"{name} ({error.strerror})")
-        except RowFileError as error:
+        except DataError as error:
             if file == root:
                 raise DataError(f"--data {error}") from None
             unreadable.append(f"{name} ({error})")
@@ -137,16 +142,6 @@ def read_documents(
         what = f"no readable text{aside}; give text in UTF-8 or plain ASCII" if notes else what
         raise DataError(f"--data {source}: {what}")
     return Documents(source, documents, notes)
-
-
-def texts_of(
-    file: Path, name: str, text_field: str, most: int, held: int
-) -> Iterator[tuple[str, Text]]:
-    """The documents of a file by name; at most so many bytes of one that is a document."""
-    if (rows := READERS.get(file.suffix)) is None:
-        yield name, read_bytes(file, most - held, held)
-    else:
-        yield from ((f"{name}:{n}", row) for n, row in enumerate(rows(file, text_field), 1))
 
 
 def notes_on(left_out: dict[str, list[str]]) -> Iterator[str]:
@@ -187,10 +182,6 @@ def is_text(content: Text) -> bool:
     return control <= MOST_CONTROL * len(content)
 
 
-class RowFileError(ValueError):
-    """A row cannot be read, or has no text; the message names file, row and field."""
-
-
 def jsonl_texts(file: Path, field: str) -> Iterator[bytes]:
     """The texts of a file with a JSON object a line."""
     with file.open("rb") as lines:
@@ -203,7 +194,7 @@ def jsonl_texts(file: Path, field: str) -> Iterator[bytes]:
                     raise ValueError(f"no field {field!r} among {', '.join(row)}{HINT}")
                 yield fitted(str, row[field], field).encode(errors="replace")
             except ValueError as error:
-                raise RowFileError(f"{file}, line {number}: {reason(error)}") from None
+                raise DataError(f"{file}, line {number}: {reason(error)}") from None
 
 
 def parquet_texts(file: Path, column: str) -> Iterator[bytes]:
@@ -217,12 +208,12 @@ def parquet_texts(file: Path, column: str) -> Iterator[bytes]:
         opened = parquet.ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
         names = opened.schema_arrow.names
         if column not in names:
-            raise RowFileError(f"{file}: no column {column!r} among {', '.join(names)}{HINT}")
+            raise DataError(f"{file}: no column {column!r} among {', '.join(names)}{HINT}")
         for batch in opened.iter_batches(BATCH, columns=[column]):
             texts = batch.column(0).cast(arrow.binary()).to_pylist()
             yield from (text for text in texts if text is not None)
     except arrow.ArrowException as error:
-        raise RowFileError(f"{file}: {reason(error)}") from None
+        raise DataError(f"{file}: {reason(error)}") from None
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[bytes]]] = {

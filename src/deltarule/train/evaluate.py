@@ -63,20 +63,8 @@ def bits_per_byte(
         -\frac{1}{n} \sum_t \log_2 p(\mathrm{byte}_t \mid \mathrm{piece\ up\ to\ } t)
 
     Documents are cut into pieces of at most `length` tokens, each read from an empty state; every
-    byte is predicted once, whatever the length.
-
-    Args:
-        model: A model of byte tokens, on any device.
-        corpus: The documents, of at least one byte.
-        length: The most tokens in a piece.
-        every: Read only every n-th piece: a fair sample of the whole.
-        what: The name of a bar that shows how far it has come. None: no bar.
-
-    Returns:
-        Bits per byte.
-
-    Raises:
-        ValueError: The corpus is empty, or `every` is below 1.
+    byte is predicted once, whatever the length. With `every` only each n-th piece is read, a fair
+    sample of the whole; `what` names a bar that shows how far it has come.
 
     Examples:
         >>> from deltarule.models import ModelConfig
@@ -97,19 +85,7 @@ def bits_by_position(
     """Bits per byte by the position in a piece, in bins 1, 2, 3-4, 5-8 and so on.
 
     Position p is a byte predicted from p tokens: with memory that helps, later bins are lower.
-
-    Args:
-        model: A model of byte tokens, on any device.
-        corpus: The documents, of at least one byte.
-        length: The most tokens in a piece.
-        every: As of `bits_per_byte`.
-        what: As of `bits_per_byte`.
-
-    Returns:
-        The bins that hold any byte, in order.
-
-    Raises:
-        ValueError: The corpus is empty.
+    Arguments are those of `bits_per_byte`; bins that hold no byte are left out.
     """
     if corpus.predicted == 0:
         raise ValueError("corpus must hold at least one byte to predict, got none")

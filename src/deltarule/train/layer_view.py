@@ -40,18 +40,14 @@ MARKED = 0.1
 
 
 class Reading(NamedTuple):
-    """What one head of one layer does with a text of T tokens.
+    """What one head of one layer does with a text of T tokens; None is what it has not."""
 
-    Args:
-        matrix: [T, T * n] how much of what was written at j the token i reads, before any norm.
-        softmax: The same for the softmax of the layer's own q and k. None: they are constants (S4).
-        write: [T] the share of the new state that the token wrote, |S - S' A| / |S|. None: the
-            layer has no state of this form.
-        erase: [T] the share of the old state that it decayed or erased, |S' - S' A| / |S'|.
-    """
-
+    # [T, T * n] how much of what was written at j the token i reads, before any norm; and the same
+    # for the softmax of the layer's own q and k, which in S4 are constants.
     matrix: Tensor
     softmax: Tensor | None
+    # [T] the share of the new state that the token wrote, |S - S' A| / |S|, and of the old state
+    # that it decayed or erased, |S' - S' A| / |S'|.
     write: Tensor | None = None
     erase: Tensor | None = None
 
@@ -69,14 +65,8 @@ class LayerView:
 def layer_views(model: CausalLM, tokens: list[int], head: int = 0) -> list[LayerView]:
     """Look at a head of every layer whose output is linear in its values.
 
-    Args:
-        model: Any model.
-        tokens: A text that starts a document; memory grows with the square of its length.
-        head: Which value head, from 0; a layer with fewer shows its last.
-
-    Returns:
-        A view of each layer that has a matrix; TTT, Titans and sLSTM, whose read-out is not linear
-        in their values, have none, and Hyena shows none.
+    TTT, Titans and sLSTM, whose read-out is not, have no view, and Hyena shows none. Memory grows
+    with the square of the number of tokens; of a value head that is not there the last is shown.
     """
     inputs: dict[int, Tensor] = {}
     places = [

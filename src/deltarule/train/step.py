@@ -40,16 +40,9 @@ class TrainingStep:
     is captured, and every further one copies its tensors and replays the graph. The results are
     those of eager steps, bit for bit. On a CPU all steps are eager.
 
-    Args:
-        loss: A function of the tensors of a part that returns the loss to minimise, a scalar, or a
-            vector of it and of figures to report. It must not read anything else that changes.
-        optimizer: Fused (`fused=True`), and `capturable=True` where graphs are used. With a tensor
-            for its rate, `set_rate` changes it between steps.
-        clip: Largest norm of the gradient. 0 never clips.
-        cuda_graphs: Capture on a GPU. False runs every step eagerly.
-
-    Raises:
-        ValueError: The optimizer is not fused, or cannot be captured.
+    `loss` maps the tensors of a part to the loss to minimise, or to a vector of it and of figures
+    to report; it must not read anything else that changes. The optimizer is fused, and capturable
+    where graphs are used; with a tensor for its rate, `set_rate` changes it between steps.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -88,14 +81,9 @@ class TrainingStep:
         self.pool: Any = None
 
     def __call__(self, *parts: Part) -> Tensor:
-        """Take one step.
+        """Take one step; return the means over the parts on the device.
 
-        Args:
-            parts: The tensors of each part of the batch, as `loss` takes them.
-
-        Returns:
-            The means over the parts on the device: loss, norm of the gradient before clipping, and
-            the figures.
+        They are the loss, the norm of the gradient before clipping, and the figures.
         """
         if not self.graphs or not is_plain_eager():
             return self.eager(parts)
