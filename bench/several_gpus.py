@@ -31,7 +31,7 @@ from deltarule.cli import leave
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.parallel import MeshOptions, World
 from deltarule.train.optimizer import OptimizerOptions, make_optimizer
-from deltarule.train.spread import Spread, SpreadStep
+from deltarule.train.spread import Spread
 from deltarule.train.step import TrainingStep
 
 CUDA = torch.cuda.is_available()
@@ -121,11 +121,7 @@ def training(case: Case, trained: Trained, rows: int, steps: int, profiled: bool
             x, _ = spread.model.hidden(tokens, context=where)
             return spread.model.loss(x, targets)
 
-    step: TrainingStep = (
-        TrainingStep(loss, optimizer, clip=1.0, cuda_graphs=False)
-        if spread.plan is None
-        else SpreadStep(loss, optimizer, spread=spread, clip=1.0)
-    )
+    step = TrainingStep(loss, optimizer, clip=1.0, cuda_graphs=False, spread=spread)
     run = functools.partial(step, [batch])
     with counted() as sent:
         first = float(run()[0])

@@ -31,7 +31,7 @@ from deltarule.train.metrics import Best, Metrics, Sink
 from deltarule.train.optimizer import OptimizerOptions, learning_rate, make_optimizer
 from deltarule.train.progress import Progress, make_progress
 from deltarule.train.run_folder import DIVERGED
-from deltarule.train.spread import Spread, SpreadStep
+from deltarule.train.spread import Spread
 from deltarule.train.step import TrainingStep, set_rate
 
 # Windows has no hangup.
@@ -144,12 +144,10 @@ class Trainer:
         self.began, self.reserve, self.also = began, reserve, also
         if resume:
             self.restore()
-        loss, clip = self._loss, optimizer_options.clip
-        self.update = (
-            TrainingStep(loss, self.optimizer, clip=clip, cuda_graphs=options.cuda_graphs)
-            if self.spread.plan is None
-            else SpreadStep(loss, self.optimizer, spread=self.spread, clip=clip)
-        )
+        self.update = TrainingStep(
+            self._loss, self.optimizer, clip=optimizer_options.clip,
+            cuda_graphs=options.cuda_graphs, spread=self.spread,
+        )  # fmt: skip
         # What the last step told, on its way to the host: step, when it began, rate and tokens.
         self.unread: tuple[int, float, float, int, Late] | None = None
         # Seconds of the fastest step: the first ones wait for much else.

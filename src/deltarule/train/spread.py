@@ -4,7 +4,6 @@ A step is a function of the seed and the step alone: it has `accumulate` rows wh
 of processes, group r of D takes the rows r, r + D, ..., and their losses and gradients are summed.
 """
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from deltarule.parallel.machine import Size
 from deltarule.parallel.spread import Plan
 from deltarule.parallel.world import AXES
 from deltarule.train.checkpoint import Checkpoints
-from deltarule.train.step import Part, TrainingStep
 
 
 class Spread:
@@ -72,6 +70,21 @@ class Spread:
         stepped = self.plan.stepped
         return ShardedCheckpoints(folder, keep=keep, world=self.world, stepped=stepped)
 
+    def before_backward(self, last: bool) -> None:
+        """Let the gradients of the last row, and with them of all before it, be summed."""
+        if self.data is not None:
+            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+
+    def summed(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """The figures of all rows, and the norm of the whole gradient, once all of it is summed."""
+        from deltarule.parallel.sharding import sharded_norm, sum_replicated
+
+        if self.world is not None:
+            total = self.world.sum(total) / self.alike
+        if self.plan is not None and self.data is not None:
+            sum_replicated(self.plan.replicated, self.data)
+        return total, sharded_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+
 
 def keeps_gathered(model: CausalLM, world: World, mesh: DeviceMesh, tokens: int, each: int) -> bool:
     """Whether gathered weights, so many bytes each, stay until the backward: alike everywhere."""
@@ -86,44 +99,3 @@ def keeps_gathered(model: CausalLM, world: World, mesh: DeviceMesh, tokens: int,
     total = torch.cuda.get_device_properties(world.device).total_memory
     here = room_to_keep(size, parameters, division, tokens / division.context, total, each)
     return int(world.sum(torch.tensor(int(here)))) == world.size
-
-
-class SpreadStep(TrainingStep):
-    """A `TrainingStep` on this process's share of the rows of the whole step."""
-
-    def __init__(
-        self,
-        loss: Callable[..., Tensor],
-        optimizer: torch.optim.Optimizer,
-        *,
-        spread: Spread,
-        clip: float,
-    ) -> None:
-        """Take eager steps: collectives of a hanging process must be able to time out."""
-        super().__init__(loss, optimizer, clip=clip, cuda_graphs=False)
-        self.spread = spread
-
-    def count(self, parts: Sequence[Part]) -> int:
-        return self.spread.count
-
-    def before_backward(self, last: bool) -> None:
-        """Let the gradients of the last row, and with them of all before it, be summed."""
-        if self.spread.data is not None:
-            self.spread.model.set_requires_gradient_sync(last)  # type: ignore[operator]
-
-    def summed(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """The figures of all rows, and the norm of the whole gradient, once all of it is summed."""
-        from deltarule.parallel.sharding import sharded_norm, sum_replicated
-
-        spread = self.spread
-        if spread.world is not None:
-            total = spread.world.sum(total) / spread.alike
-        if spread.plan is not None and spread.data is not None:
-            sum_replicated(spread.plan.replicated, spread.data)
-        norm = sharded_norm([p.grad for p in spread.model.parameters() if p.grad is not None])
-        return total, norm.reshape(1)
-
-    def divisor(self, norm: Tensor) -> Tensor | None:
-        """A number alone: a tensor of one axis would have to be spread over the mesh, too."""
-        found = super().divisor(norm)
-        return None if found is None else found.reshape(())

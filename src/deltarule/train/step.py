@@ -17,6 +17,7 @@ from deltarule.nn.linears import MOVES
 from deltarule.ops.dispatch import is_plain_eager
 from deltarule.ops.runtime.capture import capturing
 from deltarule.train.optimizer import EPSILON, gradient_norm
+from deltarule.train.spread import Spread
 
 Part = Sequence[Tensor]
 # Steps of one kind before its capture: kernels are compiled and libraries take their memory.
@@ -40,9 +41,18 @@ class TrainingStep:
     is captured, and every further one copies its tensors and replays the graph. The results are
     those of eager steps, bit for bit. On a CPU all steps are eager.
 
-    `loss` maps the tensors of a part to the loss to minimise, or to a vector of it and of figures
-    to report; it must not read anything else that changes. The optimizer is fused, and capturable
-    where graphs are used; with a tensor for its rate, `set_rate` changes it between steps.
+    Args:
+        loss: A function of the tensors of a part that returns the loss to minimise, a scalar, or a
+            vector of it and of figures to report. It must not read anything else that changes.
+        optimizer: Fused (`fused=True`), and `capturable=True` where graphs are used. With a tensor
+            for its rate, `set_rate` changes it between steps.
+        clip: Largest norm of the gradient. 0 never clips.
+        cuda_graphs: Capture on a GPU. False runs every step eagerly.
+        spread: Where the model is on several processes, whose parts of the batch make one step. All
+            steps are then eager: collectives of a process that hangs must be able to time out.
+
+    Raises:
+        ValueError: The optimizer is not fused, or cannot be captured.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -60,8 +70,10 @@ class TrainingStep:
         *,
         clip: float = 0.0,
         cuda_graphs: bool = True,
+        spread: Spread | None = None,
     ) -> None:
         self.loss, self.optimizer, self.clip = loss, optimizer, clip
+        self.spread = None if spread is None or spread.plan is None else spread
         groups = optimizer.param_groups
         self.parameters: list[Tensor] = [p for group in groups for p in group["params"]]
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -69,7 +81,7 @@ class TrainingStep:
                 "optimizer must have fused=True, which skips steps whose gradient is not finite, "
                 f"got {type(optimizer).__name__} without it"
             )
-        self.graphs = cuda_graphs and self.parameters[0].is_cuda
+        self.graphs = cuda_graphs and self.spread is None and self.parameters[0].is_cuda
         if self.graphs and not all(group.get("capturable", True) for group in groups):
             raise ValueError(
                 "optimizer must be capturable for CUDA graphs, got capturable=False: give it "
@@ -81,9 +93,14 @@ class TrainingStep:
         self.pool: Any = None
 
     def __call__(self, *parts: Part) -> Tensor:
-        """Take one step; return the means over the parts on the device.
+        """Take one step.
 
-        They are the loss, the norm of the gradient before clipping, and the figures.
+        Args:
+            parts: The tensors of each part of the batch, as `loss` takes them.
+
+        Returns:
+            The means over the parts on the device: loss, norm of the gradient before clipping, and
+            the figures.
         """
         if not self.graphs or not is_plain_eager():
             return self.eager(parts)
@@ -105,31 +122,26 @@ class TrainingStep:
         return known.report.clone()
 
     def eager(self, parts: Sequence[Part]) -> Tensor:
-        total, count = None, self.count(parts)
+        total, spread = None, self.spread
+        count = len(parts) if spread is None else spread.count
         for part in parts:
-            self.before_backward(part is parts[-1])
+            if spread is not None:
+                spread.before_backward(part is parts[-1])
             figures = self.loss(*part).reshape(-1)
             torch.autograd.backward(figures[0] / count)
             share = figures.detach() / count
             total = share if total is None else total + share
         assert total is not None
-        total, norm = self.summed(total)
-        finite = torch.cat([total[:1], norm]).isfinite().all()
-        self.update((~finite).float(), self.divisor(norm))
-        return torch.cat([total[:1], norm, total[1:]])
-
-    def count(self, parts: Sequence[Part]) -> int:
-        return len(parts)
-
-    def before_backward(self, last: bool) -> None:
-        """What precedes the forward of each part, and what of the last one; here nothing."""
-
-    def summed(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        return total, gradient_norm(self.parameters).reshape(1)
-
-    def divisor(self, norm: Tensor) -> Tensor | None:
-        """What the optimizer is to divide the gradient by, in the pass that reads it anyway."""
-        return ((norm + EPSILON) / self.clip).clamp(min=1).float() if self.clip > 0 else None
+        if spread is None:
+            norm = gradient_norm(self.parameters)
+        else:
+            total, norm = spread.summed(total)
+        # The optimizer divides the gradient in the pass that reads it anyway. A tensor of one axis
+        # would have to be spread over a mesh, too.
+        divisor = ((norm + EPSILON) / self.clip).clamp(min=1).float() if self.clip > 0 else None
+        found = torch.cat([total[:1], norm.reshape(1), total[1:]])
+        self.update((~found[:2].isfinite().all()).float(), divisor)
+        return found
 
     def update(self, skipped: Tensor, divisor: Tensor | None) -> None:
         """Move the weights unless `skipped` is 1, as a scaler of 16-bit gradients asks for it."""
