@@ -1,6 +1,5 @@
 """JSON that others may have written or damaged: one reader; its errors name file and field."""
 
-import contextlib
 import dataclasses
 import json
 import types
@@ -51,13 +50,8 @@ def fitted(kind: Any, value: Any, where: str = "") -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None and types.NoneType in inner:
             return None
-        others = [one for one in inner if one is not types.NoneType]
-        if len(others) == 1:
-            return fitted(others[0], value, where)
-        for one in others:
-            with contextlib.suppress(ValueError):
-                return fitted(one, value, where)
-        return _refuse(kind, value, where)
+        (other,) = (one for one in inner if one is not types.NoneType)
+        return fitted(other, value, where)
     if origin is typing.Literal:
         return value if value in inner else _refuse(kind, value, where)
     if origin in (list, tuple) and isinstance(value, list):

@@ -136,18 +136,8 @@ class World:
         Raises:
             ValueError: Rank 0 could not; the message is its own.
         """
-        if self.size == 1:
-            return compute()
-        answer: dict[str, Any] = {}
-        if self.first:
-            try:
-                answer = {"value": compute()}
-            except (ValueError, OSError) as error:
-                answer = {"error": str(error)}
-        answer = json.loads(broadcast(json.dumps(answer)))
-        if "error" in answer:
-            raise ValueError(answer["error"])
-        return answer["value"]
+        value = self.everywhere(lambda: compute() if self.first else None)
+        return value if self.size == 1 else json.loads(broadcast(json.dumps(value)))
 
     @contextlib.contextmanager
     def attended(self, step: int) -> Iterator[None]:
@@ -175,7 +165,8 @@ class World:
         """Compute on every process; an error on any of them is raised on all, told by the group.
 
         Raises:
-            ValueError: Some process could not; the message is that of the first of them.
+            ValueError: Some process could not; the message is that of the first of them, and names
+                it unless it is rank 0.
         """
         if self.size == 1:
             return compute()
@@ -189,7 +180,8 @@ class World:
         dist.all_reduce(failed, group=group)
         if failed.any():
             rank = int(failed.argmax())
-            raise ValueError(f"process {rank}: {broadcast(failure, rank, group)}")
+            told = broadcast(failure, rank, group)
+            raise ValueError(f"process {rank}: {told}" if rank else told)
         return cast(T, value)
 
 
