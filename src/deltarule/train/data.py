@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from deltarule.models.bytes import BEGIN
@@ -81,6 +81,16 @@ class Corpus:
 def joined(parts: Sequence[NDArray[Any]], text_bytes: int) -> Corpus:
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
     return Corpus(tokens, np.cumsum([0, *map(len, parts)], dtype=np.int64), text_bytes)
+
+
+def taken(sizes: ArrayLike, largest: int) -> Array:
+    """How much of each to take, in turn, for so much of all.
+
+    None gives more than a sixteenth, where there are as many: one long one would speak for all.
+    """
+    sizes = np.asarray(sizes, np.int64)
+    each = np.minimum(sizes, max(1, largest // max(1, min(16, len(sizes)))))
+    return np.clip(largest - (np.cumsum(each) - each), 0, each)
 
 
 class Spans(NamedTuple):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from deltarule.errors import reason
 from deltarule.json_file import fitted, parse_object
+from deltarule.train.data import taken
 from deltarule.train.extra import MissingExtraError, require
 
 # Held in memory, or mapped from a file.
@@ -263,15 +264,8 @@ def _name_hash(document: Document) -> bytes:
 
 
 def limit_bytes(documents: list[Document], largest: int) -> list[Document]:
-    """A sample of documents: in the order of a hash of their names, up to a number of bytes.
-
-    None gives more than a sixteenth, where there are as many: one long file would speak for all.
-    """
-    share = max(1, largest // min(16, len(documents))) if documents else 0
-    limited: list[Document] = []
-    for document in sorted(documents, key=_name_hash):
-        room = largest - sum(len(chosen.text) for chosen in limited)
-        if room <= 0:
-            break
-        limited.append(Document(document.name, document.text[: min(room, share)]))
-    return limited
+    """A sample of documents: `taken` in the order of a hash of their names, so many bytes."""
+    order = sorted(documents, key=_name_hash)
+    counts = taken([len(document.text) for document in order], largest).tolist()
+    parts = zip(order, counts, strict=True)
+    return [Document(document.name, document.text[:n]) for document, n in parts if n]

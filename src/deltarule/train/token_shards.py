@@ -28,7 +28,7 @@ from deltarule.atomic_file import new_folder
 from deltarule.json_file import fitted, parse_object, read_text
 from deltarule.models.files import naming
 from deltarule.nn.checks import check_least, check_that
-from deltarule.train.data import Corpus, joined
+from deltarule.train.data import Corpus, joined, taken
 from deltarule.train.documents import MINIMUM_BYTES, READERS, DataError, find_files, is_text
 from deltarule.train.progress import PERCENT, make_progress
 from deltarule.train.vocabulary import Encoder, make_encoder
@@ -203,24 +203,13 @@ def _map(file: Path, dtype: np.dtype[Any], size: int) -> NDArray[Any]:
 
 
 def sample_documents(corpus: Corpus, largest: int) -> Corpus:
-    """Documents up to a number of tokens in memory, the same every time.
-
-    None gives more than a sixteenth, where there are as many: one long file would speak for all.
-    """
-    count = len(corpus.bounds) - 1
-    share = largest // min(16, count) if count else 0
-    parts: list[NDArray[Any]] = []
-    room = largest
-    for document in np.random.default_rng(0).permutation(count):
-        start, end = (int(bound) for bound in corpus.bounds[document : document + 2])
-        end = min(end, start + 1 + min(room, share))
-        if end - start < 2:
-            break
-        parts.append(corpus.tokens[start:end])
-        room -= end - start - 1
+    """Documents up to a number of tokens in memory, `taken` in the same order every time."""
+    order = np.random.default_rng(0).permutation(len(corpus.bounds) - 1)
+    counts = taken(np.diff(corpus.bounds)[order] - 1, largest)
+    places = zip(corpus.bounds[order].tolist(), counts.tolist(), strict=True)
+    parts = [corpus.tokens[start : start + 1 + count] for start, count in places if count]
     # Bytes of the text as the tokens that were taken are to all.
-    share_of = (sum(map(len, parts)) - len(parts)) / max(1, corpus.predicted)
-    return joined(parts, round(corpus.num_bytes * share_of))
+    return joined(parts, round(corpus.num_bytes * counts.sum() / max(1, corpus.predicted)))
 
 
 def write_data(run: DataRun) -> None:
