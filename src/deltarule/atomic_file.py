@@ -21,24 +21,18 @@ except ModuleNotFoundError:  # Windows has no flock.
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file aside, then move it into place: readers see the old file or the new.
 
-    The folder of the file exists. An OSError or a SafetensorError names the path.
+    The folder of the file exists.
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        aside.touch(exist_ok=False)
-        mode = aside.stat().st_mode
-        write(aside)
-        # safetensors makes its files readable by their owner alone.
-        aside.chmod(mode)
-        sync(aside)
-        aside.replace(path)
-    except OSError as error:
-        if error.errno is None:
-            raise
-        # It names the hidden file, or none where the disk is full.
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    except SafetensorError as error:
-        raise SafetensorError(f"{path}: {error}") from error
+        with filling(path):
+            aside.touch(exist_ok=False)
+            mode = aside.stat().st_mode
+            write(aside)
+            # safetensors makes its files readable by their owner alone.
+            aside.chmod(mode)
+            sync(aside)
+            aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
     sync(path.parent)
@@ -53,15 +47,17 @@ def write_json(path: Path, content: object, indent: int = 2) -> None:
 
 
 @contextlib.contextmanager
-def filling(folder: Path) -> Iterator[None]:
-    """Let an error name the folder that is written, not the hidden one aside, or no file at all."""
+def filling(path: Path) -> Iterator[None]:
+    """Let an error name what is written, not the hidden one aside, or no file at all."""
     try:
         yield
     except OSError as error:
-        aside = str(folder.with_name(f".{folder.name}."))
-        if error.errno is not None and str(error.filename or aside).startswith(aside):
-            error.filename = str(folder)
-        raise
+        aside = str(path.with_name(f".{path.name}."))
+        if error.errno is None or not str(error.filename or aside).startswith(aside):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except SafetensorError as error:
+        raise SafetensorError(f"{path}: {error}") from error
 
 
 @contextlib.contextmanager
