@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import io
 import os
+import re
 import sys
 import time
 import typing
@@ -204,12 +205,22 @@ def parse(name: str, command: Command, words: list[str], default: Any) -> Any:
     except SystemExit as left:
         if not rank():
             # Of the processes that torchrun starts the first speaks.
-            print(refusal(left) or told.getvalue(), end="", file=sys.stderr)
+            print(refusal(left) or plain(told.getvalue()), end="", file=sys.stderr)
         raise
     for flag, value in flat(dataclasses.asdict(given)).items():
         if isinstance(value, int | float) and not abs(value) < 2**63:
             raise ValueError(f"--{flag.replace('_', '-')} must be a number below 2^63, got {value}")
     return given
+
+
+def plain(told: str) -> str:
+    """A complaint of tyro's in its frame, with the names of types as flags have them."""
+
+    def named(found: re.Match[str]) -> str:
+        line = found[1].removesuffix("Type") + found[2]
+        return f"{line:<{len(found[0]) - 1}}{found[3]}"
+
+    return re.sub(r"<class '(\w+)'>(.*)(.)$", named, told, flags=re.MULTILINE)
 
 
 def refusal(left: SystemExit) -> str:

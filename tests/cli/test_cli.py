@@ -119,7 +119,11 @@ def test_what_cannot_be_done_is_one_readable_line(words, says, capsys, folder):
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [("--lr x", "Error parsing --lr: "), ("--batch-token 3", "Perhaps you meant:")],
+    [
+        ("--lr x", "Error parsing --lr: "),
+        ("--batch-token 3", "Perhaps you meant:"),
+        ("--window x", "- None: ['x'] does not match"),
+    ],
 )
 def test_what_is_no_number_names_its_flag_and_an_unknown_flag_is_answered(words, says, capsys):
     assert leave_code(["train", "text", *words.split()]) == MISUSED
