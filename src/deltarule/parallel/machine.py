@@ -55,11 +55,6 @@ class Machine:
     latency_outside: float = 45e-6
     latency_hop: float = 2.5e-6
 
-    @property
-    def memory_rate(self) -> float:
-        """How fast kernels run that partly wait for memory, against an H200."""
-        return 0.3 + 0.7 * self.bandwidth
-
     def collective(self, size: float, ways: int, stride: int = 1) -> float:
         """Seconds of an all-gather or reduce-scatter whose whole is so many bytes.
 

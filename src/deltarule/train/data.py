@@ -178,11 +178,6 @@ class ShuffledRows:
     Each epoch's cuts and order are a function of the seed and the epoch; the position (epoch,
     piece, tokens taken of that piece) is all that a resumed run needs. A piece of at most `length`
     tokens that does not fit into a row goes on in the next.
-
-    Examples:
-        >>> rows = ShuffledRows(encode_documents([b"abcdefgh"]), length=3, row_tokens=5, seed=0)
-        >>> rows.next().tokens.shape
-        torch.Size([1, 5])
     """
 
     def __init__(self, corpus: Corpus, *, length: int, row_tokens: int, seed: int) -> None:

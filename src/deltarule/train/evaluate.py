@@ -65,14 +65,6 @@ def bits_per_byte(
     Documents are cut into pieces of at most `length` tokens, each read from an empty state; every
     byte is predicted once, whatever the length. With `every` only each n-th piece is read, a fair
     sample of the whole; `what` names a bar that shows how far it has come.
-
-    Examples:
-        >>> from deltarule.models import ModelConfig
-        >>> from deltarule.train.data import encode_documents
-        >>> model = CausalLM(ModelConfig(vocab_size=257, hidden_size=16, num_layers=1,
-        ...                              num_heads=1, layer_types="gated_deltanet"))
-        >>> 7 < bits_per_byte(model, encode_documents([b"some text"]), 8) < 9
-        True
     """
     if every < 1:
         raise ValueError(f"every must be 1 or more, got {every}")

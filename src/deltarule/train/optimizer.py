@@ -55,11 +55,6 @@ def learning_rate(step: int, steps: int, options: OptimizerOptions) -> float:
             m + (1 - m) \tfrac{1 + \cos \pi x}{2}\right), \qquad x = \tfrac{s + 1 - W}{S - W}
 
     of a run of S steps with the options' peak, warm-up W, first ratio f and final ratio m.
-
-    Examples:
-        >>> options = OptimizerOptions(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
-        >>> [round(learning_rate(s, 110, options), 3) for s in (0, 9, 59, 109)]
-        [0.1, 1.0, 0.55, 0.1]
     """
     # A run shorter than its warm-up still has to reach its peak: it warms up for a tenth.
     warmup = options.warmup_steps if options.warmup_steps < steps else steps // 10

@@ -66,12 +66,7 @@ def followed(
 
 
 def for_screen(text: str) -> str:
-    """Lines broken at the width of the terminal; as they are where output goes elsewhere.
-
-    Examples:
-        >>> for_screen("one line")
-        'one line'
-    """
+    """Lines broken at the width of the terminal; as they are where output goes elsewhere."""
     if not sys.stdout.isatty():
         return text
     width = shutil.get_terminal_size().columns
