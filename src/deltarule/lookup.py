@@ -199,16 +199,13 @@ def backed_by(system: System) -> str:
 
 
 def described(system: System, layer: type[Mixer]) -> str:
+    """A row for the terminal, with the facts that its page has."""
     lines = [
         f"{system.name:<22}{system.title}",
         f"{system.recurrence}        {system.read_out}",
-        f"decay {system.decay}, erase {system.erase}, operator {system.operator}, "
-        f"layer {layer.__name__}, state {system.state_size}",
-        f"objective: {system.objective or 'none published'}",
-        f"runs: {forms(system)}; source: {system.source}; test: tests/{backed_by(system)}",
+        f"decay {system.decay}, erase {system.erase}; source: {system.source}",
+        *facts(system, layer).replace("`", "").splitlines(),
     ]
-    if names := checkpoints(system):
-        lines.append(f"loads checkpoints of {', '.join(names)}")
     return "\n    ".join(lines)
 
 
