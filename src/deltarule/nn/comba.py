@@ -1,8 +1,4 @@
-"""Comba: a delta rule whose erase sees the state before its decay, and a corrected query.
-
-S_t = S_{t-1} (a_t - beta_t p_t k_t^T) + beta_t v_t k_t^T        o_t = S_t (q_t - D k_t)
-p_t = sigmoid(erase_scale) k_t, |k_t| = |q_t| = 1; a_t and beta_t as in Gated DeltaNet
-"""
+"""Comba: a delta rule whose erase sees the state before its decay, and a corrected query."""
 
 from dataclasses import replace
 

@@ -1,8 +1,4 @@
-"""DeltaProduct: several delta-rule writes for each token, one read-out after the last.
-
-S_{t,j} = S_{t,j-1} (I - beta_{t,j} k_{t,j} k_{t,j}^T) + beta_{t,j} v_{t,j} k_{t,j}^T
-S_{t,0} = S_{t-1,n}        o_t = S_{t,n} q_t        j = 1..n
-"""
+"""DeltaProduct: several delta-rule writes for each token, one read-out after the last."""
 
 from dataclasses import replace
 

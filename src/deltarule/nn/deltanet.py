@@ -1,8 +1,4 @@
-"""DeltaNet: replace what the state holds under the key.
-
-S_t = S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        |k_t| = |q_t| = 1
-beta_t = beta_max sigmoid(beta_logits_t)
-"""
+"""DeltaNet: replace what the state holds under the key."""
 
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.feature_maps import normed_qkv

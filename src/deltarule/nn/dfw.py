@@ -1,8 +1,4 @@
-"""Decaying fast weights: a gate for each value channel from the left, one for each key channel.
-
-S_t = Diag(b_t) S_{t-1} Diag(a_t) + v_t k_t^T        o_t = S_t q_t
-a_t = sigmoid(decay_logits_t)        b_t = sigmoid(value_decay_logits_t)
-"""
+"""Decaying fast weights: a gate for each value channel from the left, one for each key channel."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

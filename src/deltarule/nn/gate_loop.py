@@ -1,8 +1,5 @@
 """GateLoop: linear attention whose key channels decay and turn, both as the token says.
 
-H_t = H_{t-1} * (a_t e^{i w_t})^T + v_t k_t^T        o_t = Re(H_t q_t)
-a_t = sigmoid(decay_logits_t), w_t = phase_t
-
 With Phi_t = w_1 + .. + w_t, k~ = e^{-i Phi} k = (k cos Phi, -k sin Phi) and q~ likewise,
 
 S_t = S_{t-1} Diag(a_t, a_t) + v_t k~_t^T        o_t = S_t q~_t

@@ -1,9 +1,4 @@
-"""Gated DeltaNet: decay each head, then replace what the state holds under the key.
-
-S_t = a_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        |k_t| = |q_t| = 1
-a_t = exp(-exp(A_log) softplus(decay_logits_t + dt_bias))
-beta_t = beta_max sigmoid(beta_logits_t)
-"""
+"""Gated DeltaNet: decay each head, then replace what the state holds under the key."""
 
 from deltarule.nn import deltanet
 from deltarule.nn.rule import Arguments, Projections, Rule
@@ -17,7 +12,8 @@ def arguments(projections: Projections) -> Arguments:
 class GatedDeltaNet(deltanet.DeltaNet):
     """Gated DeltaNet: S = a S (I - beta k k^T) + beta v k^T with unit keys and queries.
 
-    exp(A_log) starts from U(0, 16), softplus(dt_bias) log-uniform in [1e-3, 1e-1].
+    a = exp(-exp(A_log) softplus(a_proj x + dt_bias)), of each head. exp(A_log) starts from
+    U(0, 16), softplus(dt_bias) log-uniform in [1e-3, 1e-1].
 
     Examples:
         >>> layer = GatedDeltaNet(32, num_heads=2)

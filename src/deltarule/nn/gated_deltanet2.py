@@ -1,8 +1,4 @@
-"""Gated DeltaNet-2: one gate for each key channel that is erased, one for each value channel.
-
-S_t = S_{t-1} Diag(a_t) (I - (b_t * k_t) k_t^T) + (w_t * v_t) k_t^T        |k_t| = |q_t| = 1
-a_t as in KDA, b_t = beta_max sigmoid(erase_logits_t), w_t = sigmoid(write_logits_t)
-"""
+"""Gated DeltaNet-2: one gate for each key channel that is erased, one for each value channel."""
 
 from dataclasses import replace
 

@@ -1,8 +1,4 @@
-"""Gated random feature attention: one gate decays the sums, and what it frees is written.
-
-S_t = g_t S_{t-1} + (1 - g_t) v_t phi(k_t)^T        g_t = sigmoid(decay_logits_t)
-z_t = g_t z_{t-1} + (1 - g_t) phi(k_t)              o_t = S_t phi(q_t) / (z_t^T phi(q_t))
-"""
+"""Gated random feature attention: one gate decays the sums, and what it frees is written."""
 
 import torch
 import torch.nn.functional as F

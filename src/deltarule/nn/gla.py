@@ -1,7 +1,4 @@
-"""Gated Linear Attention: one decay for each key channel.
-
-S_t = S_{t-1} Diag(a_t) + v_t k_t^T        a_t = sigmoid(decay_logits_t)^(1/16)
-"""
+"""Gated Linear Attention: one decay for each key channel."""
 
 import torch.nn.functional as F
 

@@ -1,8 +1,5 @@
 """HGRN: a vector whose channels turn at rates of their own and forget by gates with a least decay.
 
-h_t = a_t e^{i theta} h_{t-1} + (1 - a_t) c_t        o_t = (Re h_t, Im h_t)
-a_t = lb + (1 - lb) sigmoid(f_t)
-
 With g_t = e^{-i theta (t - 1)} h_t, which only decays, the scan is over real numbers.
 """
 

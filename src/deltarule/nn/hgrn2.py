@@ -1,8 +1,4 @@
-"""HGRN-2: what a key channel forgets is what it writes with.
-
-S_t = S_{t-1} Diag(a_t) + v_t (1 - a_t)^T        o_t = S_t q_t
-a_t = lb + (1 - lb) sigmoid(decay_logits_t)
-"""
+"""HGRN-2: what a key channel forgets is what it writes with."""
 
 from dataclasses import replace
 

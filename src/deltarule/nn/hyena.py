@@ -1,10 +1,8 @@
 """Hyena: a filter as long as the memory, between two gates that are projected from the input.
 
-o_t = q_t * sum_{j=0..L-1} h_j (k_{t-j} * v_{t-j}) + d * q_t * k_t * v_t        h of each channel
-o_t = sum_{j=0..L-1} h_j (q_t . k_{t-j}) v_{t-j} + d (q_t . k_t) v_t            h of each head
+h_j = W_4 sin(w W_3 sin(..W_1 e(j / L))) exp(-j / L rate), rates linear over the filters
 
-h is what a small network makes of the lag, h_j = W_4 sin(w W_3 sin(..W_1 e(j / L))) exp(-j / L
-rate), rates linear over the filters; nothing in it depends on the input.
+is what a small network makes of the lag; nothing in it depends on the input.
 """
 
 import math

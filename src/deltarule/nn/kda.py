@@ -1,11 +1,4 @@
-"""Kimi Delta Attention: Gated DeltaNet with one decay for each key channel.
-
-S_t = S_{t-1} Diag(a_t) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        |k_t| = |q_t| = 1
-a_t = exp(-exp(A_log) softplus(decay_logits_t + dt_bias))
-
-or, with gate_lower_bound L < 0, a_t = exp(L sigmoid(exp(A_log) (decay_logits_t + dt_bias))), which
-is exp(L) or more.
-"""
+"""Kimi Delta Attention: Gated DeltaNet with one decay for each key channel."""
 
 from typing import Any
 
@@ -22,8 +15,9 @@ from deltarule.nn.rule import Rule
 class KDA(DeltaNet):
     """Kimi Delta Attention: S = S Diag(a) (I - beta k k^T) + beta v k^T with unit keys.
 
-    Decay and output gate are each projected through head_v_dim channels; exp(A_log) starts from
-    U(1, 16), from 1 with gate_lower_bound, and softplus(dt_bias) log-uniform in [1e-3, 1e-1].
+    a as in `GatedDeltaNet`, of each key channel, or bounded by gate_lower_bound. Decay and output
+    gate are each projected through head_v_dim channels; exp(A_log) starts from U(1, 16), from 1
+    with gate_lower_bound, and softplus(dt_bias) log-uniform in [1e-3, 1e-1].
 
     Source: arXiv 2510.26692, section 4.
     """

@@ -1,7 +1,4 @@
-"""Lightning Attention: constant decays that grow weaker with depth.
-
-S_t = g_h S_{t-1} + v_t k_t^T        log g_h = -slope_h (1 - layer / (layers - 1) + 1e-5)
-"""
+"""Lightning Attention: constant decays that grow weaker with depth."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,4 @@
-"""Linear attention: a sum of outer products, nothing forgotten, with any feature map.
-
-S_t = S_{t-1} + v_t k_t^T        o_t = S_t q_t
-z_t = z_{t-1} + k_t              o_t = S_t q_t / (z_t^T q_t) with the normaliser
-"""
+"""Linear attention: a sum of outer products, nothing forgotten, with any feature map."""
 
 import torch.nn.functional as F
 from torch import Tensor

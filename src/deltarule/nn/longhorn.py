@@ -1,12 +1,4 @@
-"""Longhorn: the minimiser of a proximal least-squares step, with one step size for each head.
-
-S_t = S_{t-1} (I - e_t k_t k_t^T) + e_t v_t k_t^T        e_t = b_t / (1 + b_t |k_t|^2)
-b_t = beta_max sigmoid(beta_logits_t)
-
-As released it has one step size for each value channel, and the transition's diagonal only:
-
-S_t = S_{t-1} * (1 - e_t (k_t * k_t)^T) + (e_t * v_t) k_t^T        o_t = S_t q_t + D * v_t
-"""
+"""Longhorn: the minimiser of a proximal least-squares step, with one step size for each head."""
 
 import torch
 from torch import Tensor, nn

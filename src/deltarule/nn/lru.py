@@ -1,6 +1,5 @@
 """LRU: complex channels that turn and decay at learned rates, between two constant matrices.
 
-h_t = lambda h_{t-1} + gamma * (B u_t)        o_t = Re(C h_t) + D * u_t
 lambda = exp(-exp(nu) + i exp(theta))
 
 With g_t = e^{-i exp(theta) (t - 1)} h_t, which only decays, the scan is over real numbers.

@@ -1,8 +1,4 @@
-"""Mamba-1: each entry of the state has its own rate, each value channel its own step size.
-
-S_t = S_{t-1} * exp(-(dt_t 1^T) * exp(A_log)) + (dt_t * v_t) k_t^T        o_t = S_t q_t + D * v_t
-dt_t = softplus(step_logits_t + dt_bias)
-"""
+"""Mamba-1: each entry of the state has its own rate, each value channel its own step size."""
 
 from dataclasses import replace
 from typing import Any

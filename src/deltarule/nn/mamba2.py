@@ -1,8 +1,4 @@
-"""Mamba-2: a decay and a step size for each head from one gate, and a value that skips the state.
-
-S_t = exp(-exp(A_log) dt_t) S_{t-1} + dt_t v_t k_t^T        o_t = S_t q_t + D v_t
-dt_t = softplus(decay_logits_t + dt_bias)
-"""
+"""Mamba-2: a decay and a step size for each head from one gate; a value skips the state."""
 
 from typing import Any
 

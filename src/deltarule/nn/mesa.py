@@ -1,8 +1,4 @@
-"""The mesa layer: ridge regression from all keys to all values, solved anew at every token.
-
-H_t = a_t H_{t-1} + beta_t k_t k_t^T        G_t = a_t G_{t-1} + beta_t v_t k_t^T
-o_t = G_t (H_t + Diag(lambda))^{-1} q_t
-"""
+"""The mesa layer: ridge regression from all keys to all values, solved anew at every token."""
 
 import math
 from typing import Literal

@@ -1,7 +1,5 @@
 """mLSTM: exponential input gates, kept in range by a running maximum that cancels.
 
-S_t = f_t S_{t-1} + i_t v_t k_t^T        z_t = f_t z_{t-1} + i_t k_t
-o_t = S_t q_t / max(1, |z_t^T q_t|)      i_t = exp(beta_logits_t), f_t = sigmoid(decay_logits_t)
 m_t = max(log f_t + m_{t-1}, log i_t): the state that is kept is e^{-m_t} times this one
 
 The divisor is that of the kept state plus EPS, as in the authors' programs: where e^{-m_t}

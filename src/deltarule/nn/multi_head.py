@@ -1,8 +1,4 @@
-"""Multi-head DeltaNets: which of query, key and value each slot of a head has for itself.
-
-S_{t,i} = S_{t-1,i} (I - beta_{t,i} k_{t,i} k_{t,i}^T) + beta_{t,i} v_{t,i} k_{t,i}^T
-o_t = sum_i S_{t,i} q_{t,i}        i = 1..n, the slots of one head
-"""
+"""Multi-head DeltaNets: which of query, key and value each slot of a head has for itself."""
 
 from dataclasses import replace
 from typing import ClassVar

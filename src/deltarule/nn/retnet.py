@@ -1,8 +1,4 @@
-"""RetNet and the gated one of YOCO: a decay for each head, constant or of the token's choice.
-
-S_t = g_h S_{t-1} + v_t k_t^T        g_h = 1 - 2^(-5 - h), h = 0..HV-1
-S_t = g_t S_{t-1} + v_t k_t^T        g_t = sigmoid(decay_logits_t)^(1/16)
-"""
+"""RetNet and the gated one of YOCO: a decay for each head, constant or of the token's choice."""
 
 from dataclasses import replace
 

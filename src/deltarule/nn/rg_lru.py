@@ -1,6 +1,5 @@
 """RG-LRU, the recurrence of Griffin and Hawk: each channel decays by a gated power of its own rate.
 
-h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)        o_t = h_t
 a_t = sigmoid(Lambda)^(8 r_t), r_t = sigmoid(W_a x_t + b_a), i_t = sigmoid(W_x x_t + b_x)
 """
 

@@ -1,8 +1,5 @@
 """RWKV-4: a decayed mean of values, weighted by e^k, in which the current token has a bonus.
 
-a_t = e^{-w} a_{t-1} + e^{k_t} v_t        b_t = e^{-w} b_{t-1} + e^{k_t}
-o_t = (a_{t-1} + e^{u + k_t} v_t) / (b_{t-1} + e^{u + k_t})
-
 Both sums are kept times e^{-m_t}, with m_t = max(m_{t-1} - w, k_t), which cancels in o_t. The scan
 is given each write one token late, and so reads the sums before it.
 """

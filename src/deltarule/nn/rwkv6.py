@@ -1,8 +1,4 @@
-"""RWKV-6: read before the write, the current token's own value weighted by a bonus.
-
-S_t = S_{t-1} Diag(a_t) + v_t k_t^T        o_t = (S_{t-1} + v_t (u * k_t)^T) q_t
-a_t = exp(-exp(decay_logits_t))
-"""
+"""RWKV-6: read before the write, the current token's own value weighted by a bonus."""
 
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """S4 with a real diagonal: Mamba's recurrence with nothing in it that depends on the input.
 
-S_t = S_{t-1} * exp(-(dt 1^T) * exp(A_log)) + B * (v_t 1^T)        o_t = (S_t * C) 1 + D * v_t
-
 As one long filter, in its convolution mode, each number a of the state h gives
 
 o_t = sum_j (c . (b a^j)) v_{t-j} + c . (a^{t+1} h)

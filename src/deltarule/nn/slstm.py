@@ -1,8 +1,4 @@
-"""sLSTM: a decayed mean for each channel, with gates that see what the head put out last.
-
-i, f, z, o = W x + R h_{t-1}        c_t = sigmoid(f) c_{t-1} + e^i tanh(z)
-h_t = sigmoid(o) c_t / n_t          n_t = sigmoid(f) n_{t-1} + e^i
-"""
+"""sLSTM: a decayed mean for each channel, with gates that see what the head put out last."""
 
 import torch
 from torch import Tensor, nn

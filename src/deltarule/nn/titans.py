@@ -1,8 +1,4 @@
-"""Titans' neural memory: gradient steps with momentum, and weight decay that forgets.
-
-S_t = eta_t S_{t-1} - theta_t grad |M(k_t) - v_t|^2
-M_t = a_t M_{t-1} + S_t        o_t = M_t(q_t)
-"""
+"""Titans' neural memory: gradient steps with momentum, and weight decay that forgets."""
 
 from dataclasses import replace
 

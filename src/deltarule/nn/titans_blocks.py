@@ -1,11 +1,7 @@
 """Titans' blocks of a memory beside attention, before it, and as what it reads.
 
-MAG:  y = Attention(p | x) over a window and p, o = y^ * sigmoid(m^), m = M(p | x)
-MAL:  o = Attention(M(p | x)) over a window
-MAC:  h = M'(x), y = Attention(p | h | x) within a segment, o = y^ * sigmoid(m^), m = M(y)
-
 p are learned tokens before every document, M writes each token and reads it, M' reads the memory
-before the segment, and ^ is a norm. Packed documents are laid out as rows.
+before the segment. Packed documents are laid out as rows.
 """
 
 from dataclasses import replace

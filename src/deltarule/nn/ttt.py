@@ -1,8 +1,4 @@
-"""Test-time training: the state is a network, each mini-batch of tokens a step of its training.
-
-W_t = W_0 - s_t sum_{i <= t} eta_i grad |k_i + LN(W k_i) - v_i|^2 / 2 at W_0
-o_t = q_t + LN(W_t q_t)
-"""
+"""Test-time training: the state is a network, each mini-batch of tokens a step of its training."""
 
 from dataclasses import replace
 
