@@ -75,11 +75,6 @@ def check_state(state: ModelState, sequences: int, num_layers: int) -> None:
         )
 
 
-def read_sampling(*given: Any) -> Sampling:
-    """How to draw, in the order of the fields; NumPy's numbers become Python's."""
-    return Sampling(*map(of_python, given))
-
-
 @dataclass(frozen=True)
 class Options:
     """The arguments of `generate` beside its prompts and their state."""
@@ -114,9 +109,13 @@ class Options:
         check_flags({"cuda_graphs": self.cuda_graphs})
 
 
-def read_options(*given: Any) -> Options:
-    """The options, checked, in the order of the fields; NumPy's numbers become Python's."""
-    return Options(*map(of_python, given))
+def read_options(
+    model: "CausalLM", stop: Sequence[Stop], sampling: Sequence[Any], most: int, *others: Any
+) -> Options:
+    """The options, checked, each in the order of its fields; NumPy's numbers become Python's."""
+    stops = read_stops(stop, model.config.vocab_size)
+    drawn = Sampling(*map(of_python, sampling))
+    return Options(of_python(most), drawn, stops, *map(of_python, others))
 
 
 def read_stops(stop: Sequence[Stop], vocab_size: int) -> list[list[int]]:

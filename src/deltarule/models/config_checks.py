@@ -9,9 +9,8 @@ from typing import Any
 
 from deltarule.nearest import nearest
 from deltarule.nn import MIXERS, checks
-from deltarule.nn.checks import SPECTRA, check_that
+from deltarule.nn.checks import check_that
 from deltarule.nn.experts import ROUTING
-from deltarule.nn.feature_maps import FEATURE_MAPS
 from deltarule.nn.state import MOST_LAYERS
 
 # Integers that may be zero; the others may not.
@@ -22,9 +21,7 @@ _COUNTS = (
 # Numbers that are checked on their own; the others are above 0.
 _OTHER_NUMBERS = ("gate_lower_bound", "partial_rotary_factor")
 # What words there are, where no type says it.
-_WORDS: dict[str, Collection[str]] = {
-    "feature_map": FEATURE_MAPS, "post_norm": MIXERS, "spectrum": SPECTRA
-}  # fmt: skip
+_WORDS: dict[str, Collection[str]] = {**checks.WORDS, "post_norm": MIXERS}
 # What a block has beside mixers in its first half.
 MLP_PARTS = ("mlp", "moe", "channel_mix")
 # Options by the parts, without all of which they mean nothing.

@@ -150,7 +150,10 @@ class Decoder:
 
 
 class DraftDecoder(Decoder):
-    """Buffers for rows of several tokens, all but the first of them guessed, and their step."""
+    """Buffers for rows of several tokens, all but the first of them guessed, and their step.
+
+    A step draws `picks` [B, 1 + draft], one after each token, of which `accepted` [B] may be taken.
+    """
 
     def __init__(self, state: ModelState, draws: Tensor, sampling: Sampling, draft: int) -> None:
         super().__init__(state, draws, sampling, 0)
@@ -176,11 +179,6 @@ class DraftDecoder(Decoder):
         rows, pairs = torch.arange(len(last), device=last.device), zip(before, after, strict=True)
         overwrite(self.state, ModelState(x.up_to(y, rows, last) for x, y in pairs))
         self.picks.copy_(picks)
-
-    def guess(self, model: "CausalLM") -> tuple[Tensor, Tensor]:
-        """What was drawn after each token [B, 1 + draft], and how many of that to take [B]."""
-        self.step(model)
-        return self.picks, self.accepted
 
 
 def record(

@@ -14,8 +14,6 @@ from deltarule.models.arguments import (
     Stop,
     check_prompts,
     read_options,
-    read_sampling,
-    read_stops,
 )
 from deltarule.models.decoder import Decoder, DraftDecoder, as_written, captured, lend, room_for
 from deltarule.models.late import Late
@@ -102,9 +100,8 @@ def generate(
         >>> [len(row) for row in rows]
         [5, 5]
     """
-    stops = read_stops(stop, model.config.vocab_size)
-    sampling = read_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    options = read_options(max_new_tokens, sampling, stops, seed, cuda_graphs, draft)
+    drawn = temperature, top_k, top_p, min_p, repetition_penalty
+    options = read_options(model, stop, drawn, max_new_tokens, seed, cuda_graphs, draft)
     tokens = check_prompts(model, prompts, state)
     added: list[list[int]] = [[] for _ in tokens]
     for row, token in _sample(model, tokens, options, state):
@@ -143,9 +140,8 @@ def stream(
         >>> len(list(model.stream([1, 2, 3], max_new_tokens=5)))
         5
     """
-    stops = read_stops(stop, model.config.vocab_size)
-    sampling = read_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    options = read_options(max_new_tokens, sampling, stops, seed, cuda_graphs, draft)
+    drawn = temperature, top_k, top_p, min_p, repetition_penalty
+    options = read_options(model, stop, drawn, max_new_tokens, seed, cuda_graphs, draft)
     tokens = check_prompts(model, [prompt], state)
     return (token for _, token in _sample(model, tokens, options, state))
 
@@ -294,7 +290,8 @@ def _guess(
         if options.sampling.temperature != 0:
             shown = [draws.show(row, options.draft + 1) for row in range(len(prompts))]
             decoder.draws.copy_(torch.tensor(shown, device=device))
-        picks, accepted = (x.tolist() for x in decoder.guess(model))
+        decoder.step(model)
+        picks, accepted = decoder.picks.tolist(), decoder.accepted.tolist()
         taken = [new[:fit] for new, fit in zip(picks, accepted, strict=True)]
         for row, fit in enumerate(accepted):
             draws.use(row, fit)

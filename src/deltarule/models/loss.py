@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltarule.ops.checks import check_dense, readable
-from deltarule.ops.dispatch import Implementation, Table, always, choose
 from deltarule.ops.fused import cross_entropy as fused
 from deltarule.ops.fused.cross_entropy import CrossEntropy
-from deltarule.ops.fused_kernels import why_not_fused
+from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
 from deltarule.shapes import Hidden
 
 # Rows in float32 at a time: the only memory beyond the logits and their gradient.
@@ -49,7 +48,10 @@ def next_token_loss(
     _check_targets(targets, logits.shape[:-1], "that of logits", logits.shape[-1], ignore_index)
     flat = logits.reshape(-1, logits.shape[-1])
     call = CrossEntropy(flat, targets.reshape(-1), ignore_index)
-    return choose(CROSS_ENTROPIES, call, "auto", logits.device).run(call)
+    if kernel_runs(flat, why_not_fused(flat)):
+        return _run_triton(call)
+    loss: Tensor = PlainCrossEntropy.apply(*call)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def linear_next_token_loss(
@@ -110,16 +112,6 @@ def linear_next_token_loss(
 def _run_triton(call: CrossEntropy) -> Tensor:
     losses: Tensor = fused.cross_entropy(*call)
     return losses.sum() / (call.targets != call.ignore_index).sum().clamp(min=1)
-
-
-# In the order in which they are preferred.
-CROSS_ENTROPIES: Table[CrossEntropy, Tensor] = {
-    "triton": Implementation(why_not=lambda call: why_not_fused(call.logits), run=_run_triton),
-    "torch": Implementation(
-        always,
-        lambda call: PlainCrossEntropy.apply(*call),  # type: ignore[no-untyped-call]
-    ),
-}
 
 
 def _check_targets(
