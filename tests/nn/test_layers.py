@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from deltarule import delta_rule, nn, pack
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import MIXERS, RULES, RWKV7, State, TitansLinear, TTTLinear
-from deltarule.nn.call import LayerCall
 from deltarule.nn.documents import running_log_sum
 from deltarule.nn.layout import make_layout
+from deltarule.nn.rule import LayerCall
 from deltarule.nn.two_memories import LOG_ZERO
 from deltarule.ops.delta_rule import definition
 from nn.layers import HIDDEN, LINEAR, NAMES, config, inputs, make

@@ -19,8 +19,8 @@ from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.loss import next_token_loss
 from deltarule.nn import MIXERS, attention
 from deltarule.nn import recomputed as recomputed_file
-from deltarule.nn.call import LayerCall
 from deltarule.nn.ring_attention import core
+from deltarule.nn.rule import LayerCall
 from deltarule.ops.context import make_context
 from deltarule.ops.context.rows import LastRows
 from deltarule.ops.delta_rule.spanning import Join

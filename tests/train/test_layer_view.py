@@ -8,9 +8,9 @@ import torch
 from deltarule import ops
 from deltarule.cli import main
 from deltarule.nn import State
-from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import OPERATORS
 from deltarule.nn.layout import make_layout
+from deltarule.nn.rule import LayerCall
 from deltarule.train import layer_view
 from deltarule.train.figures import new_grid
 from deltarule.train.layer_view import layer_views, of_rule, of_scan, of_slots, state_strengths

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from deltarule.nearest import check_known
 from deltarule.nn import checks
 from deltarule.nn import masked_attention as masked
-from deltarule.nn.call import LayerCall
 from deltarule.nn.layout import Layout, make_layout, split
 from deltarule.nn.linears import linear, linears
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.ring_attention import ring, rings
 from deltarule.nn.rotation import rotate_first
-from deltarule.nn.rule import System
+from deltarule.nn.rule import LayerCall, System
 from deltarule.nn.state import LentState, State
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import all_rows

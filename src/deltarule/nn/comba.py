@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from deltarule.nn import gates
-from deltarule.nn.call import LayerCall
 from deltarule.nn.feature_maps import qk_normed
 from deltarule.nn.gated_deltanet import GatedDeltaNet
-from deltarule.nn.rule import Arguments, Projections, Rule
+from deltarule.nn.rule import Arguments, LayerCall, Projections, Rule
 
 
 def arguments(projections: Projections) -> Arguments:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from deltarule.nn.call import CONVOLUTIONS, LayerCall
 from deltarule.nn.layout import Layout
 from deltarule.nn.linears import EVEN, SMALL, in_one_node, linear, products_back, products_of
+from deltarule.nn.rule import CONVOLUTIONS, LayerCall
 from deltarule.nn.short_conv import is_fused, packing
 from deltarule.ops.dispatch import are_plain_eager
 from deltarule.ops.fused import short_conv as fused

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from deltarule import ops
 from deltarule.nn import one_token
-from deltarule.nn.call import CONVOLUTIONS, LayerCall
 from deltarule.nn.checks import COMMON, check_features
 from deltarule.nn.convolved_products import convolve_products
 from deltarule.nn.feature_maps import QueryKeyMap
@@ -28,7 +27,7 @@ from deltarule.nn.linears import linear, linears, plain_weights
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import gated_norm_product
 from deltarule.nn.recomputed import recomputed
-from deltarule.nn.rule import Arguments, Projections, Rule, as_it_is
+from deltarule.nn.rule import CONVOLUTIONS, Arguments, LayerCall, Projections, Rule, as_it_is
 from deltarule.nn.short_conv import at_once, can_step, convolved, step_in_place, within_product
 from deltarule.nn.state import DraftedState, FirstState, LentState, State
 from deltarule.ops.delta_rule.step import next_step

@@ -3,11 +3,10 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import split
 from deltarule.nn.mixer import Mixer
-from deltarule.nn.rule import Arguments, System
+from deltarule.nn.rule import Arguments, LayerCall, System
 from deltarule.nn.scan_mixer import scan
 
 # sigmoid(4) = 0.98: most of the state outlives a token at first.

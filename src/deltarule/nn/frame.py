@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import check_input, check_integer, check_state
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import Layout, shared_layout, split
 from deltarule.nn.norm import Activation
-from deltarule.nn.rule import System
+from deltarule.nn.rule import LayerCall, System
 from deltarule.nn.state import DraftedState, LentState, State
 from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets

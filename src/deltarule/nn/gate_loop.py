@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.documents import last_token, per_token
 from deltarule.nn.gates import computed, float32_parameter, initial_dt_bias
 from deltarule.nn.layout import split
 from deltarule.nn.rotation import in_float64, within_a_turn
-from deltarule.nn.rule import Arguments, Projections, Rule
+from deltarule.nn.rule import Arguments, LayerCall, Projections, Rule
 from deltarule.ops.context.exchange import starting_state
 
 

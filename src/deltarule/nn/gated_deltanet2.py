@@ -5,12 +5,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from deltarule.nn.call import LayerCall
 from deltarule.nn.feature_maps import qk_normed
 from deltarule.nn.gates import computed, log_decay_of, per_value_head
 from deltarule.nn.kda import KDA
 from deltarule.nn.layout import split
-from deltarule.nn.rule import Arguments, Projections, Rule
+from deltarule.nn.rule import Arguments, LayerCall, Projections, Rule
 
 
 def arguments(projections: Projections) -> Arguments:

@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.layout import split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.rotation import at_positions, turned
-from deltarule.nn.rule import System
+from deltarule.nn.rule import LayerCall, System
 from deltarule.nn.scan_mixer import VectorMixer
 
 BASE = 10000.0

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import torch.nn.functional as F
 
-from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.hgrn import LowerBounds, bounded_decay
-from deltarule.nn.rule import Arguments, Projections, Rule
+from deltarule.nn.rule import Arguments, LayerCall, Projections, Rule
 
 
 def arguments(projections: Projections) -> Arguments:

@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule import ops
-from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import COMMON, default, positive
 from deltarule.nn.gates import float32_parameter
 from deltarule.nn.layout import Layout, split
 from deltarule.nn.mixer import Mixer
-from deltarule.nn.rule import System
+from deltarule.nn.rule import LayerCall, System
 from deltarule.nn.state import State
 from deltarule.ops.dispatch import without_autocast
 

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.rotation import at_positions, turned
-from deltarule.nn.rule import System
+from deltarule.nn.rule import LayerCall, System
 from deltarule.nn.scan_mixer import VectorMixer
 
 # An eigenvalue of zero, or of one, has no logarithm of its logarithm.

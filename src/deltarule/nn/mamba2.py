@@ -6,11 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gates import float32_parameter, step_and_log_decay
 from deltarule.nn.norm import GroupRMSNorm
-from deltarule.nn.rule import Arguments, Projections, Rule
+from deltarule.nn.rule import Arguments, LayerCall, Projections, Rule
 
 
 def arguments(projections: Projections) -> Arguments:

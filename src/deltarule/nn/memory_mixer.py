@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import COMMON
 from deltarule.nn.gates import computed
 from deltarule.nn.mixer import Mixer
+from deltarule.nn.rule import LayerCall
 from deltarule.nn.state import State
 
 

@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule import ops
-from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter, unit
 from deltarule.nn.layout import silence_padding
 from deltarule.nn.mixer import Mixer
-from deltarule.nn.rule import System
+from deltarule.nn.rule import LayerCall, System
 from deltarule.shapes import MesaState
 
 LEAST_REGULARIZER = 0.25

@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.documents import change_of_scale, running_maximum
 from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.linear_attention import divided, with_one
 from deltarule.nn.linears import ExactLinear
-from deltarule.nn.rule import Arguments, Projections, Rule
+from deltarule.nn.rule import Arguments, LayerCall, Projections, Rule
 
 # Added to the divisor of the kept state.
 EPS = 1e-6

@@ -6,10 +6,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from deltarule.nn import deltanet
-from deltarule.nn.call import LayerCall
 from deltarule.nn.feature_maps import qk_normed
 from deltarule.nn.gates import per_value_head
-from deltarule.nn.rule import Arguments, Projections
+from deltarule.nn.rule import Arguments, LayerCall, Projections
 
 
 def arguments(projections: Projections) -> Arguments:

@@ -5,10 +5,9 @@ from dataclasses import replace
 import torch
 
 from deltarule.nn import gla
-from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.rotation import rotate
-from deltarule.nn.rule import Arguments, Projections, Rule
+from deltarule.nn.rule import Arguments, LayerCall, Projections, Rule
 
 
 def arguments(projections: Projections) -> Arguments:

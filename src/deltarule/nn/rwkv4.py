@@ -7,10 +7,9 @@ is given each write one token late, and so reads the sums before it.
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.call import LayerCall
 from deltarule.nn.documents import change_of_scale, last_token, running_maximum, token_before
 from deltarule.nn.gates import computed, float32_parameter
-from deltarule.nn.rule import System
+from deltarule.nn.rule import LayerCall, System
 from deltarule.nn.scan_mixer import VectorMixer
 from deltarule.nn.token_shift import first_shares, shifted
 

@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.call import LayerCall
 from deltarule.nn.documents import last_token, token_before
 from deltarule.nn.gates import computed, float32_parameter, low_rank
 from deltarule.nn.layout import split
-from deltarule.nn.rule import Arguments, Projections, Rule
+from deltarule.nn.rule import Arguments, LayerCall, Projections, Rule
 from deltarule.nn.token_shift import ShiftedMixer, first_shares
 
 MIX_RANK, DECAY_RANK = 32, 64

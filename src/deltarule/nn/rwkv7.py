@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter, low_rank
-from deltarule.nn.rule import Arguments, Projections, Rule
+from deltarule.nn.rule import Arguments, LayerCall, Projections, Rule
 from deltarule.nn.token_shift import ShiftedMixer, first_shares, shifted
 
 # Where the first layer leaves its values for the layers after it.

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule import ops
-from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import float32_parameter, initial_log_step
-from deltarule.nn.rule import Arguments, System
+from deltarule.nn.rule import Arguments, LayerCall, System
 from deltarule.nn.scan_mixer import ScanMixer
 from deltarule.ops.dispatch import without_autocast
 from deltarule.ops.few_tokens import MAX_TOKENS

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from deltarule import ops
-from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter, initial_log_step
 from deltarule.nn.layout import Layout
 from deltarule.nn.rotation import in_float64, turned, within_a_turn
-from deltarule.nn.rule import Arguments, System
+from deltarule.nn.rule import Arguments, LayerCall, System
 from deltarule.nn.scan_mixer import ScanMixer
 from deltarule.ops.chunks import chunk_size
 from deltarule.ops.context.exchange import starting_state

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from deltarule import ops
-from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import COMMON
 from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.layout import silence_padding
 from deltarule.nn.mixer import Mixer
-from deltarule.nn.rule import Arguments
+from deltarule.nn.rule import Arguments, LayerCall
 
 # The step size comes through hidden_size / 16 channels, as in Mamba's release.
 STEP_RANK_SHARE = 16

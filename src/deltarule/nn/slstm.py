@@ -4,12 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from deltarule import ops
-from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import COMMON
 from deltarule.nn.gates import float32_parameter
 from deltarule.nn.layout import split
 from deltarule.nn.mixer import Mixer
-from deltarule.nn.rule import System
+from deltarule.nn.rule import LayerCall, System
 
 # Biases of the forget gates at the start, from the first channel of a head to its last.
 FORGET_BIASES = 3.0, 6.0

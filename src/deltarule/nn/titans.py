@@ -7,10 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule import ops
-from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter, unit
 from deltarule.nn.memory_mixer import MemoryMixer
-from deltarule.nn.rule import Arguments, System
+from deltarule.nn.rule import Arguments, LayerCall, System
 from deltarule.nn.state import State
 from deltarule.shapes import TitansState
 

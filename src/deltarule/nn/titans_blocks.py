@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import check_integer, check_state, default, positive
 from deltarule.nn.gates import unit
 from deltarule.nn.layout import Layout, by_token, in_rows, make_layout, split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.rotation import rotate
+from deltarule.nn.rule import LayerCall
 from deltarule.nn.state import State
 from deltarule.nn.titans import TitansMLP
 from deltarule.ops.mini_batches import lay_out

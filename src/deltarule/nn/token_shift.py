@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.frame import Frame
 from deltarule.nn.gates import float32_parameter
 from deltarule.nn.layout import split
+from deltarule.nn.rule import LayerCall
 
 GROUP_NORM_EPS = 64e-5
 

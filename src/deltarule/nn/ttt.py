@@ -6,12 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from deltarule import ops
-from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.memory_mixer import MemoryMixer
 from deltarule.nn.norm import ACTIVATIONS
 from deltarule.nn.rotation import rotate
-from deltarule.nn.rule import Arguments, System
+from deltarule.nn.rule import Arguments, LayerCall, System
 from deltarule.shapes import TTTState
 
 INNER_NORM_EPS = 1e-6

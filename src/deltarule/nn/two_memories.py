@@ -8,13 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule import ops
-from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import COMMON
 from deltarule.nn.documents import running_log_sum
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import silence_padding, split
 from deltarule.nn.mixer import Mixer
-from deltarule.nn.rule import Arguments, System
+from deltarule.nn.rule import Arguments, LayerCall, System
 
 # Keeps most decays near one, whatever the logit.
 TEMPERATURE = 8

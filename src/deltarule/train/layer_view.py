@@ -15,11 +15,10 @@ from deltarule import ops
 from deltarule.models import CausalLM
 from deltarule.models.bytes import BEGIN, encode
 from deltarule.nn import Attention, DecayingFastWeights, DeltaMixer, Mixer, ScanMixer, State
-from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import check_that
 from deltarule.nn.delta_mixer import OPERATORS
 from deltarule.nn.layout import make_layout
-from deltarule.nn.rule import Arguments
+from deltarule.nn.rule import Arguments, LayerCall
 from deltarule.nn.two_memories import SlotMixer
 from deltarule.train.device import choose_device
 from deltarule.train.figures import DARK, INK, MIDDLE, new_grid, save
