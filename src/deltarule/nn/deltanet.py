@@ -26,15 +26,13 @@ class DeltaNet(DeltaMixer):
         >>> layer = DeltaNet(32, num_heads=2, beta_max=2.0)
         >>> y, state = layer(torch.zeros(1, 5, 32))
         >>> y, state = layer(torch.zeros(1, 1, 32), state)  # the sixth token
-
-    Source: arXiv 2406.06484, section 3.4.
     """
 
     rule = Rule(
         name="deltanet", title="DeltaNet", decay="none", erase="tied",
         recurrence="S = S (I - beta k k^T) + beta v k^T",
         objective="|S k - v|^2 / 2, one gradient step of size beta",
-        source="arXiv 2406.06484, section 2.2 (its eq. 10 prints I - tril for I + tril)",
+        source="arXiv 2406.06484, sections 2.2 (its eq. 10 prints I - tril for I + tril) and 3.4",
         arguments=arguments,
     )  # fmt: skip
     maps_features = True

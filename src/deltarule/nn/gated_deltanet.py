@@ -20,15 +20,13 @@ class GatedDeltaNet(deltanet.DeltaNet):
         >>> y, state = layer(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["q_conv"].shape
         (torch.Size([1, 2, 24, 12]), torch.Size([1, 3, 24]))
-
-    Source: arXiv 2412.06464, section 3.
     """
 
     rule = Rule(
         name="gated_deltanet", title="Gated DeltaNet", decay="head", erase="tied",
         recurrence="S = a S (I - beta k k^T) + beta v k^T",
         objective="|S - a S'|^2 - 2 <S k, beta (v - a S' k)>",
-        source="arXiv 2412.06464, eq. 10",
+        source="arXiv 2412.06464, section 3 and eq. 10",
         arguments=arguments,
     )  # fmt: skip
     has_rates = True

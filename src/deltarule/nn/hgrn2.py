@@ -21,15 +21,13 @@ class HGRN2(LowerBounds, DeltaMixer):
     The least decay lb of each channel grows with depth. The first HGRN-2 layer of a model learns it
     for all of them and passes it on in `shared`; a layer without `shared`, and the first one, have
     lb = 0. SiLU on q, and a norm over all heads together. The paper's heads have 128 channels.
-
-    Source: arXiv 2404.07904, section 3; lower bounds, arXiv 2311.04823, section 3.2.
     """
 
     rule = Rule(
         name="hgrn2", title="HGRN-2", decay="channel", erase="none",
         recurrence="S = S Diag(a) + v (1 - a)^T",
         objective="|S - S' Diag(a)|^2 - 2 <S (1 - a), v>",
-        source="arXiv 2404.07904, section 3",
+        source="arXiv 2404.07904, section 3; lower bounds, arXiv 2311.04823, section 3.2",
         arguments=arguments,
     )  # fmt: skip
     # Each decay is also a key.

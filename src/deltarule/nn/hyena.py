@@ -41,8 +41,6 @@ class MultiHeadHyena(Mixer):
         >>> y, state = layer(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 99, 2, 32])
-
-    Source: arXiv 2310.18780, section 4; filters of arXiv 2302.10866, section 3.3.
     """
 
     rule = System(
@@ -50,7 +48,8 @@ class MultiHeadHyena(Mixer):
         decay="none", erase="none", page="hyena", state_size="HV (L - 1) (K + V)",
         recurrence="S = h_0 v k^T + h_1 v' k'^T + h_2 v'' k''^T + ..",
         read_out="o = S q + d (q . k) v",
-        source="arXiv 2310.18780, section 4", forms="recurrent, halves by FFT",
+        source="arXiv 2310.18780, section 4; filters of arXiv 2302.10866, section 3.3",
+        forms="recurrent, halves by FFT",
     )  # fmt: skip
     options = COMMON - {"norm_eps"} | {"filter_size"}
     default_conv_size = 3

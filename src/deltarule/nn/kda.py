@@ -18,15 +18,13 @@ class KDA(DeltaNet):
     a as in `GatedDeltaNet`, of each key channel, or bounded by gate_lower_bound. Decay and output
     gate are each projected through head_v_dim channels; exp(A_log) starts from U(1, 16), from 1
     with gate_lower_bound, and softplus(dt_bias) log-uniform in [1e-3, 1e-1].
-
-    Source: arXiv 2510.26692, section 4.
     """
 
     rule = Rule(
         name="kda", title="Kimi Delta Attention", decay="channel", erase="tied",
         recurrence="S = S Diag(a) (I - beta k k^T) + beta v k^T",
         objective="|S - S' Diag(a)|^2 - 2 <S k, beta (v - S' Diag(a) k)>",
-        source="arXiv 2510.26692, section 3",
+        source="arXiv 2510.26692, sections 3 and 4",
         arguments=arguments,
     )  # fmt: skip
     options = DeltaNet.options | {"gate_lower_bound"}

@@ -49,15 +49,13 @@ class LinearAttention(DeltaMixer):
         >>> layer = LinearAttention(32, num_heads=2, feature_map="elu", normalizer=True)
         >>> layer(torch.zeros(1, 5, 32))[1]["recurrent"].shape  # one value channel more: z
         torch.Size([1, 2, 17, 16])
-
-    Source: arXiv 2006.16236; the norm in place of the normaliser as in arXiv 2210.10340.
     """
 
     rule = Rule(
         name="linear_attention", title="Linear attention", decay="none", erase="none",
         recurrence="S = S + v k^T",
         objective="-<S k, v>, one gradient step of size 1",
-        source="arXiv 2006.16236, eq. 16 to 20",
+        source="arXiv 2006.16236, eq. 16 to 20; the norm as in arXiv 2210.10340",
         arguments=arguments, read_out_function=read_out,
     )  # fmt: skip
     maps_features = True

@@ -29,15 +29,13 @@ class Mamba1(ScanMixer):
     Step sizes come through hidden_size / 16 channels; exp(A_log) starts from 1 to 16,
     softplus(dt_bias) log-uniform in [1e-3, 1e-1], D at ones. The release's convolution has a bias:
     conv_bias=True.
-
-    Source: arXiv 2312.00752, section 3.4 and algorithm 2.
     """
 
     rule = System(
         name="mamba1", title="Mamba", operator="selective_scan", decay="element", erase="none",
         state_size="HV V K",
         recurrence="S = S * exp(-(dt 1^T) * exp(A_log)) + (dt * v) k^T", read_out="o = S q + D * v",
-        source="arXiv 2312.00752, algorithm 2 and section 3.6",
+        source="arXiv 2312.00752, algorithm 2 and sections 3.4 and 3.6",
     )  # fmt: skip
     inner_norm_eps: float = 1e-5
     q_norm: nn.Module | None

@@ -38,15 +38,13 @@ class Mamba2(DeltaMixer):
         >>> y, state = layer(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 4, 16, 128])
-
-    Source: arXiv 2405.21060, section 7.
     """
 
     rule = Rule(
         name="mamba2", title="Mamba-2", decay="head", erase="none",
         recurrence="S = a S + dt v k^T", read_out="o = S q + D v",
         objective="|S - a S'|^2 - 2 <S k, dt v>",
-        source="arXiv 2405.21060, section 3 and listing 1",
+        source="arXiv 2405.21060, sections 3 and 7 and listing 1",
         arguments=arguments, read_out_function=read_out,
     )  # fmt: skip
     has_rates = True

@@ -24,8 +24,6 @@ class Mesa(Mixer):
     Unit q and k; beta = sigmoid(b_proj x), a = sigmoid(a_proj x), lambda = 0.25 + softplus, for
     each key channel, learned from 1. The state holds G as `recurrent` and H as `covariance`. Solved
     exactly on a CPU, by head_k_dim + 64 conjugate gradients elsewhere.
-
-    Source: arXiv 2309.05858; gates as in MesaNet, arXiv 2506.05233, section 3 and its code.
     """
 
     rule = System(
@@ -34,7 +32,7 @@ class Mesa(Mixer):
         recurrence="H = a H + beta k k^T, G = a G + beta v k^T",
         read_out="o = G (H + Diag(lambda))^-1 q",
         objective="sum_i a..a beta_i |S k_i - v_i|^2 + tr(S Diag(lambda) S^T)",
-        source="arXiv 2309.05858 and 2506.05233, section 3",
+        source="arXiv 2309.05858; gates of MesaNet, arXiv 2506.05233, section 3 and its code",
         forms="recurrent, chunked, GPU kernel of the solver",
     )  # fmt: skip
     default_conv_size = 4

@@ -63,15 +63,13 @@ class MLSTM(DeltaMixer):
     The state also keeps the running maximum (`stabilizer` [N, HV], float32): the matrix is the
     paper's times exp(-stabilizer). The norm is that of each head's mean and variance; forget biases
     start from 3 to 6 over the heads, input biases from N(0, 0.1^2).
-
-    Source: arXiv 2405.04517, section 2.3 and appendix A.
     """
 
     rule = Rule(
         name="mlstm", title="mLSTM", decay="head", erase="none", state_size="HV (V + 1) K + HV",
         recurrence="S = f S + i v k^T, z = f z + i k", read_out="o = S q / max(1, |z^T q|)",
         objective="|S - f S'|^2 - 2 <S k, i v>",
-        source="arXiv 2405.04517, eq. 19 to 27",
+        source="arXiv 2405.04517, section 2.3, eq. 19 to 27, and appendix A",
         arguments=arguments, read_out_function=read_out, normalizer=True,
     )  # fmt: skip
     default_output_gate = True

@@ -31,15 +31,13 @@ class RGLRU(VectorMixer):
     the channels of their own head. The first token of a document is written with amplitude 1, as in
     the authors' release; so the state counts tokens (`length` [N]). No activation follows the
     convolution; a starts from 0.9 to 0.999 where its gate is one.
-
-    Source: arXiv 2402.19427, section 2.4.
     """
 
     rule = System(
         name="rg_lru", title="RG-LRU (Griffin, Hawk)", operator="selective_scan", decay="element",
         erase="none", state_size="HV V",
         recurrence="h = a * h + sqrt(1 - a^2) * (i * x)", read_out="o = h",
-        source="arXiv 2402.19427, eq. 1 to 4",
+        source="arXiv 2402.19427, section 2.4, eq. 1 to 4",
     )  # fmt: skip
     default_conv_size = 4
     default_output_gate = True

@@ -25,8 +25,6 @@ class RWKV4(VectorMixer):
     Every projection reads x mixed with the token before (token shift: `shift` [N, 1, hidden_size]
     in the state), by a share that is learned. w = exp(A_log) and the bonus u are learned for each
     channel. The state's `recurrent` [N, H, 2 V, 1] is (a, b) times e^{-stabilizer} [N, H, V].
-
-    Source: arXiv 2305.13048, section 3, and the authors' starting values.
     """
 
     rule = System(
@@ -34,7 +32,7 @@ class RWKV4(VectorMixer):
         state_size="3 HV V",
         recurrence="a = e^{-w} a' + e^k v, b = e^{-w} b' + e^k",
         read_out="o = (a' + e^{u + k} v) / (b' + e^{u + k})",
-        source="arXiv 2305.13048, eq. 16 and appendix D",
+        source="arXiv 2305.13048, section 3, eq. 16, and appendix D; the authors' starting values",
     )  # fmt: skip
     options = VectorMixer.options - {"conv_size", "conv_bias"}
     convolved = ()

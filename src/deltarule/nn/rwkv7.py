@@ -57,8 +57,6 @@ class RWKV7(ShiftedMixer):
     without, or as the first, a layer uses its own. Group norm with eps 64e-5 whatever norm_eps; the
     output gate has its sigmoid between its two maps. The paper's heads have 64
     channels.
-
-    Source: arXiv 2503.14456, section 4 and appendix on initialisation.
     """
 
     rule = Rule(
@@ -66,7 +64,7 @@ class RWKV7(ShiftedMixer):
         recurrence="S = S (Diag(w) - u (eta * u)^T) + v k'^T",
         read_out="o = norm(S q) + (q . (bonus * k')) v",
         objective="|S - S' Diag(w)|^2 + 2 <S (eta * u), S' u> - 2 <S k', v>",
-        source="arXiv 2503.14456, section 4",
+        source="arXiv 2503.14456, section 4 and appendix on initialisation",
         arguments=arguments, read_out_function=read_out,
     )  # fmt: skip
     of_tokens = (FIRST_VALUES,)

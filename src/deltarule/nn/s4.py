@@ -68,8 +68,6 @@ class S4(ScanMixer):
     Attributes:
         convolves: Whether calls of many tokens are one long convolution in place of a scan: the
             convolution mode. Packed and padded calls are scans either way.
-
-    Source: arXiv 2406.06484, table 4; arXiv 2206.11893, section 3 (S4D-Real).
     """
 
     rule = System(
@@ -77,7 +75,7 @@ class S4(ScanMixer):
         erase="none", state_size="HV V K",
         recurrence="S = S * exp(-(dt 1^T) * exp(A_log)) + B * (v 1^T)",
         read_out="o = (S * C) 1 + D * v",
-        source="arXiv 2406.06484, table 4; real diagonal and starting values of arXiv 2206.11893",
+        source="arXiv 2406.06484, table 4; S4D-Real of arXiv 2206.11893, section 3",
     )  # fmt: skip
     convolves: bool = False
     float32_parameters = ("A_log", "log_step", "B", "C", "D")

@@ -22,8 +22,6 @@ class SLSTM(Mixer):
     head has recurrent weights [4, V, V] of its own. The state `recurrent` is h, c, n and m, c and n
     times exp(-m). The convolution comes before i and f, and the norm is of each head's mean and
     variance. Forget biases start from 3 to 6 over the channels, recurrent weights at zero.
-
-    Source: arXiv 2405.04517, section 2.2 and appendix A, and its code.
     """
 
     rule = System(
@@ -31,7 +29,7 @@ class SLSTM(Mixer):
         state_size="4 HV V",
         recurrence="c = f * c + e^i * tanh(z), n = f * n + e^i, each gate of x and h'",
         read_out="h = sigmoid(o) * c / n",
-        source="arXiv 2405.04517, eq. 8 to 17, with sigmoid forget gates",
+        source="arXiv 2405.04517, section 2.2, eq. 8 to 17 with sigmoid forget gates, and its code",
         forms="recurrent, side by side, GPU kernel",
     )  # fmt: skip
     options = COMMON - {"head_v_dim"}
