@@ -11,7 +11,7 @@ from deltarule.nn import norm as norms
 from deltarule.nn.layout import make_layout
 from deltarule.nn.norm import GatedRMSNorm, GroupRMSNorm
 from deltarule.nn.rotation import angles, angles_by_integers, rotate
-from deltarule.nn.short_conv import at_once, convolution_from_zeros
+from deltarule.nn.short_conv import at_once, short_convolution
 from nn.layers import HIDDEN, make
 from oracles import rotary
 from tolerance import relative_rms
@@ -121,7 +121,7 @@ def test_gradients_written_out_are_those_of_conv1d_twice(tokens, afresh, bias):
 
     def ours(x, weight, *given):
         if afresh:
-            return convolution_from_zeros(x, weight, layout, True, *given or [None])
+            return short_convolution(x, weight, None, layout, True, *given or [None])[0]
         before, *biases = given
         given = {"weight": weight, "bias": biases[0] if biases else None}
         return torch.func.functional_call(conv, given, (x, before, layout))[0]

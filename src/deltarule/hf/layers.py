@@ -16,7 +16,7 @@ from deltarule.hf.hooks import NOTE, one_row, padding_removed
 from deltarule.hf.recurrence import Recurrence, first_given, gated_delta_rule, turned
 from deltarule.nn.layout import make_layout
 from deltarule.nn.linears import linears
-from deltarule.nn.short_conv import convolution_from_zeros
+from deltarule.nn.short_conv import short_convolution
 from deltarule.ops import BetaLogits, DecayLogits
 from deltarule.ops.history import last_rows
 from deltarule.ops.sequences import computed
@@ -61,7 +61,7 @@ def convolution(
     x = x if offsets is None else one_row(x)
     # SiLU is part of the kernel.
     fused = activation in ("silu", "swish")
-    y = convolution_from_zeros(x, weight, make_layout(x, offsets, None), fused, bias)
+    y, _ = short_convolution(x, weight, None, make_layout(x, offsets, None), fused, bias)
     y = y if fused else activated(y, activation)
     return y.reshape(shape).transpose(1, 2)
 

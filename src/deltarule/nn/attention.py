@@ -263,18 +263,14 @@ class Attention(Mixer):
     def state_before(self, state: State | None, layout: Layout) -> State:
         if isinstance(state, LentState) and "place" in state:
             return state
-        if layout.context is not None:
-            if state is not None:
-                raise ValueError("state must be None with a context: attention then starts afresh")
+        over, packed = layout.context is not None, layout.cu_seqlens is not None
+        if state is not None and (over or packed):
+            given = "a context" if over else "cu_seqlens"
+            raise ValueError(f"state must be None with {given}: attention then starts afresh")
+        if packed or over:
+            # Packed, one batch row, however many sequences; each counts from 0.
             length = layout.lengths(torch.zeros_like(layout.counts))
-            return State(self.init_state(layout.sequences), length=length)
-        if layout.cu_seqlens is not None:
-            if state is not None:
-                raise ValueError(
-                    "state must be None with cu_seqlens: packed attention starts afresh"
-                )
-            # One batch row, however many sequences; each counts from 0.
-            return State(self.init_state(1), length=torch.zeros_like(layout.counts))
+            return State(self.init_state(layout.sequences if over else 1), length=length)
         if state is None:
             return self.init_state(layout.sequences)
         keys = state.get("keys") if isinstance(state, dict) else None

@@ -4,7 +4,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.gates import computed
-from deltarule.nn.layout import split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.rule import Arguments, LayerCall, System
 from deltarule.nn.scan_mixer import scan
@@ -51,8 +50,7 @@ class DecayingFastWeights(Mixer):
 
     def arguments(self, call: LayerCall) -> Arguments:
         q, k, v = self.streams(call)
-        a = split(self.stream("a", call), self.num_heads, self.head_k_dim)
-        b = split(self.stream("b", call), self.num_heads, self.head_v_dim)
+        a, b = self.by_key(self.stream("a", call)), self.by_head(self.stream("b", call))
         return arguments(q, k, v, decay_logits=a, value_decay_logits=b)
 
     def read(self, call: LayerCall) -> Tensor:

@@ -197,6 +197,9 @@ class Frame(nn.Module, ABC):
     def by_head(self, x: Tensor) -> Tensor:
         return split(x, self.num_v_heads, self.head_v_dim)
 
+    def by_key(self, x: Tensor) -> Tensor:
+        return split(x, self.num_heads, self.head_k_dim)
+
     def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """Normalise and gate [B, T, HV, head_v_dim]; return [B, T, HV * head_v_dim]."""
         if not self.norm_of_all:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.documents import last_token, per_token
 from deltarule.nn.gates import computed, float32_parameter, initial_dt_bias
-from deltarule.nn.layout import split
 from deltarule.nn.rotation import in_float64, within_a_turn
 from deltarule.nn.rule import Arguments, LayerCall, Projections, Rule
 from deltarule.ops.context.exchange import starting_state
@@ -82,7 +81,7 @@ class GateLoop(DeltaMixer):
 
     def project(self, call: LayerCall) -> Projections:
         p = super().project(call)
-        turns = computed(split(self.w_proj(call.x), self.num_heads, self.head_k_dim))
+        turns = computed(self.by_key(self.w_proj(call.x)))
         start = call.before["phase"]
         if (context := call.layout.context) is not None:
             # How far others have turned, of the document that begins elsewhere.

@@ -54,8 +54,12 @@ class RMSNorm(nn.Module):
         return gated_norm(x, None, self.weight, self.eps, zero_centered=self.zero_centered)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + y [..., size] and its norm."""
-        return residual_norm(x, y, scale_of(self.weight, self.zero_centered), self.eps)
+        """Return x + y [..., size] and its norm; the kernel's backward adds the gradients."""
+        weight = scale_of(self.weight, self.zero_centered)
+        if kernel_runs(x, why_no_residual_norm(x, y)):
+            total, normed = fused.residual_norm(x, y, weight, self.eps)
+            return total, normed
+        return plain_residual_norm(x, y, weight, self.eps)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -250,14 +254,6 @@ def why_no_gated_norm(x: Tensor, gate: Tensor | None, activation: Activation) ->
     if gate is not None and (gate.shape != x.shape or gate.dtype != x.dtype):
         return f"the Triton kernel takes a gate {list(x.shape)} in {x.dtype}, as x is"
     return why_no_row(x)
-
-
-def residual_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + y and its norm; the kernel's backward adds the gradients by both."""
-    if kernel_runs(x, why_no_residual_norm(x, y)):
-        total, normed = fused.residual_norm(x, y, weight, eps)
-        return total, normed
-    return plain_residual_norm(x, y, weight, eps)
 
 
 def plain_residual_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

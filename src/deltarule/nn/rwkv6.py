@@ -95,8 +95,8 @@ class RWKV6(ShiftedMixer):
         mixed = call.x.unsqueeze(-2) + change.unsqueeze(-2) * shares
         x = dict(zip(SHIFT_POWERS, mixed.unbind(-2), strict=True))
         return Projections(
-            q=self.by_key("q", x["q"]), k=self.by_key("k", x["k"]),
+            q=self.by_key(self.q_proj(x["q"])), k=self.by_key(self.k_proj(x["k"])),
             v=self.by_head(self.v_proj(x["v"])),
-            decay_logits=self.by_key("a", x["decay"]) + self.decay_bias,
+            decay_logits=self.by_key(self.a_proj(x["decay"])) + self.decay_bias,
             output_gate=self.gate(x["gate"]), bonus=self.bonus, layout=call.layout,
         )  # fmt: skip

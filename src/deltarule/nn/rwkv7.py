@@ -163,9 +163,9 @@ class RWKV7(ShiftedMixer):
             share = torch.sigmoid(self.by_head(self.value_proj(x["v"])) + self.value_bias)
             v = torch.lerp(v, first, share.to(v.dtype))
         return Projections(
-            q=self.by_key("q", x["q"]), k=self.by_key("k", x["k"]), v=v,
-            decay_logits=self.by_key("a", x["decay"]) + self.decay_bias,
-            erase_logits=self.by_key("erase", x["erase"]) + self.erase_bias,
+            q=self.by_key(self.q_proj(x["q"])), k=self.by_key(self.k_proj(x["k"])), v=v,
+            decay_logits=self.by_key(self.a_proj(x["decay"])) + self.decay_bias,
+            erase_logits=self.by_key(self.erase_proj(x["erase"])) + self.erase_bias,
             output_gate=self.gate(x["gate"]),
             erase_scale=self.erase_scale, replace_scale=self.replace_scale, bonus=self.bonus,
         )  # fmt: skip

@@ -58,21 +58,17 @@ def short_convolution(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y [B, T, D] of x with taps [D, W] after history [N, R, D], and the next history."""
     if not runs_fused(x, weight):
-        if history is None:
-            history = x.new_zeros(layout.sequences, weight.shape[1] - 1, x.shape[2])
-        return plain_convolution(x, weight, history, layout, activated, bias)
+        if history is not None:
+            return plain_convolution(x, weight, history, layout, activated, bias)
+        history = x.new_zeros(layout.sequences, weight.shape[1] - 1, x.shape[2])
+        if layout.cu_seqlens is not None:
+            return plain_convolution(x, weight, history, layout, activated, bias)
+        # Rows that start from zeros are not copied behind them.
+        y = finished(convolve(x, weight, bias, before=history.shape[1]), activated)
+        return y, layout.next_history(x, history)
     # A bias comes between the taps and SiLU, which the kernel has as one.
     y, after = fused_convolution(x, weight, history, layout, activated and bias is None)
     return y if bias is None else finished(y + bias.to(y.dtype), activated), after
-
-
-def convolution_from_zeros(
-    x: Tensor, weight: Tensor, layout: Layout, activated: bool, bias: Tensor | None
-) -> Tensor:
-    """The same y for sequences that start from zeros and have no padding."""
-    if layout.cu_seqlens is None and not runs_fused(x, weight):
-        return finished(convolve(x, weight, bias, before=weight.shape[1] - 1), activated)
-    return short_convolution(x, weight, None, layout, activated, bias)[0]
 
 
 def runs_fused(x: Tensor, weight: Tensor) -> bool:

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from deltarule import ops
 from deltarule.nn.checks import COMMON
 from deltarule.nn.gates import float32_parameter
-from deltarule.nn.layout import split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.rule import LayerCall, System
 
@@ -61,7 +60,7 @@ class SLSTM(Mixer):
         if self.conv_size:
             x, call.after["x_conv"] = self.x_conv(x, call.before["x_conv"], layout)
         given = [getattr(self, f"{name}_proj")(x if name in "if" else call.x) for name in GATES]
-        gates = torch.stack([split(y, self.num_heads, self.head_v_dim) for y in given], dim=3)
+        gates = torch.stack([self.by_head(y) for y in given], dim=3)
         gates = gates + self.gate_bias.to(gates.dtype)
         o, state = ops.slstm(
             gates, self.recurrent, initial_state=call.before["recurrent"], **layout.ends

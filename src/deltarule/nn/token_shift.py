@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.frame import Frame
 from deltarule.nn.gates import float32_parameter
-from deltarule.nn.layout import split
 from deltarule.nn.rule import LayerCall
 
 GROUP_NORM_EPS = 64e-5
@@ -58,10 +57,6 @@ class ShiftedMixer(DeltaMixer):
     fixed_eps = GROUP_NORM_EPS
     options = DeltaMixer.options - {"num_v_heads", "conv_size", "conv_bias", "norm_eps"}
     a_proj: nn.Module
-
-    def by_key(self, name: str, x: Tensor) -> Tensor:
-        """Project to queries, keys or the like, [B, T, H, K]."""
-        return split(getattr(self, f"{name}_proj")(x), self.num_heads, self.head_k_dim)
 
     def gate(self, x: Tensor) -> Tensor | None:
         return None if self.g_proj is None else self.by_head(self.g_proj(x))
