@@ -11,12 +11,6 @@ from deltarule.nn.state import MOST_LAYERS
 # Words of config.json, those of older ones among them, by ours.
 FULL_ATTENTION = ("full_attention", "attention")
 RECURRENT = ("linear_attention", "mamba")
-# How a model was trained or drawn.
-DRAWN = options.silent(
-    "attention_dropout", "hidden_dropout", "linear_a_log_max", "linear_a_log_min",
-    "linear_dt_init_floor", "linear_dt_max", "linear_dt_min", "mamba_ssm_dtype",
-    "num_logits_to_keep", "output_router_logits", "router_aux_loss_coef", "z_loss_coefficient",
-)  # fmt: skip
 
 
 def stream(
@@ -30,7 +24,6 @@ def stream(
 
     return (
         options.only({"hidden_act": ("silu", "swish"), "attention_bias": False}),
-        DRAWN,
         *options.sizes(num_layers=num_layers),
         options.integer("num_attention_heads", smallest=1, value=heads),
         options.integer(

@@ -10,14 +10,6 @@ from deltarule.models.convert.hybrid import in_words, places, stream
 from deltarule.models.convert.names import flat
 from deltarule.models.convert.options import Entry, Family, Fields, Options, Table
 
-# How parameters were drawn, and what changes no more than rounding.
-DRAWN = options.silent(
-    "d_inner", "d_model", "fused_add_norm", "n_layer", "pad_vocab_size_multiple", "ssm_cfg",
-    "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_init_scheme",
-    "time_step_max", "time_step_min", "time_step_scale", "use_associative_scan",
-    "use_falcon_mambapy", "use_mamba_kernels", "use_mambapy",
-)  # fmt: skip
-
 
 def mamba(state: str, taps: str, expand: str, rank: str, bias: str) -> Table:
     """Sizes of Mamba by the names of a family, after those of the stream."""
@@ -31,7 +23,7 @@ def mamba(state: str, taps: str, expand: str, rank: str, bias: str) -> Table:
         }
 
     return (
-        DRAWN,
+        options.silent("d_inner", "d_model", "n_layer"),
         options.integer(state, "head_k_dim", 16),
         options.integer(taps, "conv_size", 4, smallest=1),
         Entry(read_inside, lambda config: {

@@ -17,13 +17,6 @@ from deltarule.nn.checks import check_multiple
 
 # transformers writes an infinite number in two ways.
 NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
-# How parameters were drawn, and what changes no more than rounding.
-DRAWN = options.silent(
-    "A_init_range", "conv_init", "dt_init_floor", "dt_max", "dt_min", "expand", "mamba_chunk_size",
-    "mamba_dt_init_floor", "mamba_dt_max", "mamba_dt_min", "mamba_ssm_cache_dtype",
-    "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max",
-    "time_step_min", "time_step_rank", "use_mamba_kernels",
-)  # fmt: skip
 
 
 def inner(config: ModelConfig) -> int:
@@ -41,7 +34,7 @@ MAMBA2 = (
         # Of flash-linear-attention.
         "D_has_hdim": False, "rmsnorm": True, "norm_before_gate": False,
     }),
-    DRAWN,
+    options.silent("expand", "time_step_rank"),
     *options.sizes(),
     options.fixed({"layer_types": "mamba2", "output_gate": True, "mlp_size": 0}),
     options.integer("num_heads"),
@@ -72,7 +65,6 @@ def read_head(fields: Fields, found: Options) -> Options:
 # Options of Mamba-2 in a hybrid, after the stream.
 MAMBA = (
     options.only({"mamba_proj_bias": False, "mlp_bias": False, "time_step_limit": NO_LIMIT}),
-    options.silent("mamba_chunk_size"),
     options.integer("mamba_n_heads", "num_heads", 128, smallest=1),
     options.integer("mamba_n_groups", "n_groups", 1),
     options.integer("mamba_d_state", "head_k_dim", 256),
@@ -252,9 +244,8 @@ NEMOTRON = (
         "mamba_hidden_act": "silu", "moe_latent_size": None, "time_step_limit": NO_LIMIT,
         "mlp_hidden_act": "relu2",
     }),
-    DRAWN,
     options.silent(
-        "mamba_expand", "moe_shared_expert_overlap", "mtp_layers_block_type",
+        "expand", "mamba_expand", "moe_shared_expert_overlap", "mtp_layers_block_type",
         "mtp_hybrid_override_pattern", "num_nextn_predict_layers",
     ),
     Entry(read_layers, write_layers),

@@ -44,8 +44,8 @@ def write_factors(config: ModelConfig) -> options.Options:
 
 OPTIONS = (
     options.only({"sliding_window": None}),
-    # How its own class cuts a sequence, and how it was trained.
-    options.silent("block_size", "router_jitter_noise"),
+    # How its own class cuts a sequence.
+    options.silent("block_size"),
     *stream(otherwise=1e-5),
     options.Entry(read_heads, lambda config: {"head_dim": config.head_k_dim}),
     layers("lightning", lambda fields: lambda i: i % 2 == 0),

@@ -15,11 +15,23 @@ from deltarule.models.convert.names import Tensors
 from deltarule.nearest import check_known
 from deltarule.nn.checks import check_integer, check_that, is_number
 
-# What transformers and training code write for themselves; none changes what a model computes.
+# What transformers and training code write for themselves, and how parameters were drawn: nothing
+# that changes what a model computes by more than rounding.
 _SILENT = frozenset({
-    *THEIRS, "_attn_implementation", "_name_or_path", "attn_mode", "auto_map", "chunk_size",
-    "elementwise_affine", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm",
-    "fuse_swiglu", "initializer_range", "max_position_embeddings", "model_type", "use_l2warp",
+    *THEIRS, "A_init_range", "attention_dropout", "_attn_implementation", "attn_mode", "auto_map",
+    "autocast_kernel_dtype", "chunk_size", "chunkwise_kernel", "conv_init", "dt_init_floor",
+    "dt_max", "dt_min", "elementwise_affine", "fuse_cross_entropy", "fuse_linear_cross_entropy",
+    "fuse_norm", "fuse_swiglu", "fused_add_norm", "hidden_dropout", "inference_state_dtype",
+    "initializer_range", "linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor",
+    "linear_dt_max", "linear_dt_min", "mamba_chunk_size", "mamba_dt_init_floor", "mamba_dt_max",
+    "mamba_dt_min", "mamba_ssm_cache_dtype", "mamba_ssm_dtype", "max_inference_chunksize",
+    "max_position_embeddings", "model_type", "_name_or_path", "norm_reduction_force_float32",
+    "num_logits_to_keep", "output_router_logits", "pad_vocab_size_multiple",
+    "rescale_prenorm_residual", "residual_in_fp32", "return_last_states", "router_aux_loss_coef",
+    "router_jitter_noise", "sequence_kernel", "ssm_cfg", "step_kernel", "time_step_floor",
+    "time_step_init_scheme", "time_step_max", "time_step_min", "time_step_scale",
+    "use_associative_scan", "use_falcon_mambapy", "use_l2warp", "use_mamba_kernels", "use_mambapy",
+    "z_loss_coefficient",
 })  # fmt: skip
 
 

@@ -39,12 +39,7 @@ OPTIONS = (
         "weight_mode": "single",
     }),
     options.older({"num_blocks": "num_hidden_layers"}),
-    # How its own kernels compute.
-    options.silent(
-        "autocast_kernel_dtype", "chunkwise_kernel", "embedding_dim", "inference_state_dtype",
-        "max_inference_chunksize", "mode", "norm_reduction_force_float32", "return_last_states",
-        "sequence_kernel", "step_kernel",
-    ),
+    options.silent("embedding_dim", "mode"),
     *options.sizes(),
     options.integer("num_heads", default=8, smallest=1),
     Entry(read_factors, write_factors),
