@@ -16,7 +16,7 @@ class Pattern:
     Args:
         name: Key in `PATTERNS`.
         title: Its authors' name for it.
-        rule: The order of the layers, in words.
+        rule: The order of the layers, by their names in `deltarule.nn.MIXERS`.
         layers: Gives the mixer of each layer for a number of layers.
         source: Paper and section.
     """
@@ -28,7 +28,9 @@ class Pattern:
     source: str
 
 
-def repeated(*names: str) -> Callable[[int], tuple[str, ...]]:
+def repeated(order: str) -> Callable[[int], tuple[str, ...]]:
+    names = tuple(order.split())
+
     def layers(num_layers: int) -> tuple[str, ...]:
         said = f"num_layers must be a multiple of {len(names)} for ({', '.join(names)})"
         check_that(num_layers % len(names) == 0, said, num_layers)
@@ -45,60 +47,34 @@ def with_two_global(num_layers: int) -> tuple[str, ...]:
     return tuple("attention" if i in attention else "deltanet" for i in range(num_layers))
 
 
-# What the table of orders calls the layers of Gated DeltaNet-H2, and those that are not its own.
-_NAMES = {"gdn": "gated_deltanet", "swa": "sliding_window", "mamba2": "mamba2"}
-_TITLES = {"gdn": "Gated DeltaNet", "swa": "sliding-window attention", "mamba2": "Mamba-2"}
-_OTHER_ORDERS = ("gdn", "swa", "mamba2"), ("gdn", "mamba2", "swa"), ("mamba2", "swa", "gdn")
-
+# Those that repeat an order: name, title, order and source.
+_ORDERS = (
+    ("deltanet_sliding_window", "DeltaNet + sliding-window attention", "deltanet sliding_window",
+     "arXiv 2406.06484, section 3.4"),
+    ("gated_deltanet_h1", "Gated DeltaNet-H1", "gated_deltanet sliding_window",
+     "arXiv 2412.06464, section 3.4"),
+    ("gated_deltanet_h2", "Gated DeltaNet-H2", "mamba2 gated_deltanet sliding_window",
+     "arXiv 2412.06464, section 3.4"),
+    ("gdn_swa_mamba2", "Gated DeltaNet + sliding-window attention + Mamba-2",
+     "gated_deltanet sliding_window mamba2", "arXiv 2412.06464, table S.2"),
+    ("gdn_mamba2_swa", "Gated DeltaNet + Mamba-2 + sliding-window attention",
+     "gated_deltanet mamba2 sliding_window", "arXiv 2412.06464, table S.2"),
+    ("mamba2_swa_gdn", "Mamba-2 + sliding-window attention + Gated DeltaNet",
+     "mamba2 sliding_window gated_deltanet", "arXiv 2412.06464, table S.2"),
+    ("samba", "Samba", "mamba1 sliding_window", "arXiv 2406.07522, section 2.1"),
+    ("minimax01", "MiniMax-01", "lightning " * 7 + "attention", "arXiv 2501.08313, section 2"),
+    ("qwen3_next", "Qwen3-Next", "gated_deltanet " * 3 + "attention",
+     "Qwen3-Next-80B-A3B, model card of September 2025"),
+    ("kimi_linear", "Kimi Linear", "kda " * 3 + "attention", "arXiv 2510.26692, section 4"),
+)  # fmt: skip
 _PATTERNS = (
     Pattern(
-        "deltanet_sliding_window", "DeltaNet + sliding-window attention",
-        "DeltaNet and sliding-window attention in turns",
-        repeated("deltanet", "sliding_window"), "arXiv 2406.06484, section 3.4",
-    ),
-    Pattern(
         "deltanet_global_attention", "DeltaNet + global attention",
-        "DeltaNet, with full attention in the second layer and the (N / 2 + 1)-th of N",
+        "deltanet, with attention in the second layer and the (N / 2 + 1)-th of N",
         with_two_global, "arXiv 2406.06484, section 3.4",
     ),
-    Pattern(
-        "gated_deltanet_h1", "Gated DeltaNet-H1",
-        "Gated DeltaNet and sliding-window attention in turns",
-        repeated("gated_deltanet", "sliding_window"), "arXiv 2412.06464, section 3.4",
-    ),
-    Pattern(
-        "gated_deltanet_h2", "Gated DeltaNet-H2",
-        "Mamba-2, Gated DeltaNet and sliding-window attention in turns",
-        repeated("mamba2", "gated_deltanet", "sliding_window"), "arXiv 2412.06464, section 3.4",
-    ),
-    *(
-        Pattern(
-            "_".join(order), " + ".join(map(_TITLES.__getitem__, order)),
-            f"{', '.join(map(_TITLES.__getitem__, order))} in turns",
-            repeated(*map(_NAMES.__getitem__, order)), "arXiv 2412.06464, table S.2",
-        )
-        for order in _OTHER_ORDERS
-    ),
-    Pattern(
-        "samba", "Samba", "Mamba and sliding-window attention in turns",
-        repeated("mamba1", "sliding_window"), "arXiv 2406.07522, section 2.1",
-    ),
-    Pattern(
-        "minimax01", "MiniMax-01",
-        "seven layers of Lightning Attention, then one of softmax attention",
-        repeated(*["lightning"] * 7, "attention"), "arXiv 2501.08313, section 2",
-    ),
-    Pattern(
-        "qwen3_next", "Qwen3-Next",
-        "three layers of Gated DeltaNet, then one of softmax attention",
-        repeated(*["gated_deltanet"] * 3, "attention"),
-        "Qwen3-Next-80B-A3B, model card of September 2025",
-    ),
-    Pattern(
-        "kimi_linear", "Kimi Linear",
-        "three layers of Kimi Delta Attention, then one of softmax attention",
-        repeated(*["kda"] * 3, "attention"), "arXiv 2510.26692, section 4",
-    ),
+    *(Pattern(name, title, f"{order} in turns", repeated(order), source)
+      for name, title, order, source in _ORDERS),
 )  # fmt: skip
 
 PATTERNS: dict[str, Pattern] = {pattern.name: pattern for pattern in _PATTERNS}
