@@ -61,13 +61,7 @@ class DeltaMixer(Mixer):
     # What projections of x are multiplied by, by their letters.
     multipliers: Mapping[str, float] = MappingProxyType({})
 
-    A_log: nn.Parameter | None
-    dt_bias: nn.Parameter | None
-    D: nn.Parameter | None
     qk_map: QueryKeyMap | None
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
     a_proj: nn.Module | None
     b_proj: nn.Module | None
 

@@ -37,8 +37,6 @@ class DecayingFastWeights(Mixer):
         source="arXiv 2210.04243, section 4; table 4 of arXiv 2406.06484",
     )  # fmt: skip
     biased = ("a", "b")
-    a_proj: nn.Linear
-    b_proj: nn.Linear
 
     def stream_sizes(self) -> dict[str, int]:
         sizes = super().stream_sizes()

@@ -107,8 +107,10 @@ class Frame(nn.Module, ABC):
         return layout.to_place(self.mix(call)), call.after
 
     if TYPE_CHECKING:
-        # PyTorch's own annotation says Any.
+        # PyTorch's own annotation says Any, and of parts made by name Tensor or Module.
         __call__ = forward
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def keeps_tokens(self) -> bool:
         """Whether the layer fills the `kept` of a drafted state itself."""

@@ -36,9 +36,8 @@ class LowerBounds(Mixer):
     """A layer whose first of its kind in a model owns the bounds of all, and hands them on."""
 
     float32_parameters: ClassVar[tuple[str, ...]] = ("bound_logits",)
-    # Which of the bounds is this layer's; and the parameter of the one layer that owns them.
+    # Which of the bounds is this layer's, of `bound_logits` of the one layer that owns them.
     bound_index: int = 0
-    bound_logits: nn.Parameter | None
 
     def bound_sizes(self) -> tuple[int, int]:
         """Heads, and channels of one that have a decay."""

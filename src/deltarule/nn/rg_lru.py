@@ -45,10 +45,6 @@ class RGLRU(VectorMixer):
     counts = True
     float32_parameters = ("rate", "a_bias", "i_bias")
     roles = {"a_weight": "gate", "i_weight": "gate"}
-    a_weight: nn.Parameter
-    i_weight: nn.Parameter
-    a_bias: nn.Parameter
-    i_bias: nn.Parameter
 
     def activates(self, name: str) -> bool:
         return False

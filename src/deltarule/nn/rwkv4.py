@@ -5,7 +5,7 @@ is given each write one token late, and so reads the sums before it.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltarule.nn.documents import change_of_scale, last_token, running_maximum, token_before
 from deltarule.nn.gates import computed, float32_parameter
@@ -41,8 +41,6 @@ class RWKV4(VectorMixer):
     shifts = True
     first_values = {"stabilizer": NOTHING}
     float32_parameters = ("shift_mix", "A_log", "bonus")
-    k_proj: nn.Module
-    v_proj: nn.Module
 
     def stream_sizes(self) -> dict[str, int]:
         return dict.fromkeys("kv", self.num_heads * self.head_v_dim)

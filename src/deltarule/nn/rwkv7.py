@@ -74,9 +74,6 @@ class RWKV7(ShiftedMixer):
     )
     # The authors decay large projections and none of the small maps.
     roles = dict.fromkeys(("erase_proj", "value_proj", "g_proj"), "gate")
-
-    value_bias: nn.Parameter | None
-    erase_proj: nn.Module
     value_proj: nn.Module | None
 
     @classmethod

@@ -38,7 +38,6 @@ class SLSTM(Mixer):
     centred = True
     float32_parameters = ("gate_bias",)
     roles = {"i_proj": "gate", "f_proj": "gate", "recurrent": "gate"}
-    x_conv: nn.Module
 
     def build_projections(self) -> None:
         for name in GATES:

@@ -49,7 +49,6 @@ class TitansLinear(MemoryMixer):
     parts = ("recurrent", "momentum", "anchor")
     float32_parameters = ("decay_bias",)
     roles = {"m_proj": "gate"}
-    q_proj: nn.Module
 
     def build_gates(self) -> None:
         super().build_gates()
