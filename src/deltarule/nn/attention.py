@@ -158,7 +158,11 @@ class Attention(Mixer):
         `place` [B] is the row of the next token, the same for all.
         """
         free = tokens if self.window is None else self.window - state["valid"].shape[1]
-        return masked.with_free_rows(state, free)
+        length, rows = state["length"].clone(), {n: state[n] for n in ("keys", "values", "valid")}
+        place = torch.full_like(length, rows["valid"].shape[1])
+        for name, x in rows.items():
+            rows[name] = torch.cat([x, x.new_zeros(len(x), free, *x.shape[2:])], 1)
+        return LentState(rows, length=length, place=place)
 
     @property
     def appended(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -246,7 +250,11 @@ class Attention(Mixer):
         if x.shape[1] != 1:
             raise ValueError(f"x must hold one token with a lent cache, got T = {x.shape[1]}")
         q, k, v = self._project(x, state["length"].unsqueeze(1))
-        o = masked.attend_to_cache(q[:, 0], k[:, 0], v[:, 0], state, self.scale)
+        seen = masked.add_row(k[:, 0], v[:, 0], state)[:, None, None]
+        keys, values = (state[name].to(q.dtype).transpose(1, 2) for name in ("keys", "values"))
+        # The query heads that share a key head are rows of one query: no key is repeated.
+        queries = q[:, 0].unflatten(1, (self.num_kv_heads, -1))
+        o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=self.scale)
         return self._put_out(o.flatten(1, -2).unsqueeze(1), x)
 
     def of_input(self) -> dict[str, nn.Module]:

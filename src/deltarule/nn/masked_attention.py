@@ -211,33 +211,6 @@ def continued(
     return State(keys=keys, values=values, valid=valid, length=length)
 
 
-def with_free_rows(state: State, free: int) -> LentState:
-    """A copy of attention's state with so many free rows; `place` [B] is that of the next token."""
-    batch, rows = state["valid"].shape
-    keys, values, valid = (
-        torch.cat([state[name], state[name].new_zeros(batch, free, *state[name].shape[2:])], 1)
-        for name in ("keys", "values", "valid")
-    )
-    place = torch.full_like(state["length"], rows)
-    length = state["length"].clone()
-    return LentState(keys=keys, values=values, valid=valid, length=length, place=place)
-
-
-def attend_to_cache(
-    q: Tensor, k: Tensor, v: Tensor, state: LentState, scale: float | None = None
-) -> Tensor:
-    """Write one token of each row into the cache, and attend to all that it holds.
-
-    q [B, heads, D] and k [B, KV heads, D] are rotated, v is like k, and the state, overwritten, is
-    from `with_free_rows`: [B, KV heads, heads / KV heads, D].
-    """
-    seen = add_row(k, v, state)[:, None, None]
-    keys, values = (state[name].to(q.dtype).transpose(1, 2) for name in ("keys", "values"))
-    # The query heads that share a key head are rows of one query: no key is repeated.
-    queries = q.unflatten(1, (k.shape[1], -1))
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
-
-
 def add_row(k: Tensor, v: Tensor, state: LentState) -> Tensor:
     """Write one token of each row into the cache; return [B, L], which of its rows have one."""
     place, valid = state["place"], state["valid"]
