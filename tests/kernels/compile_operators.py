@@ -75,9 +75,9 @@ def solver(size: int, key_size: int) -> None:
 
 
 def memory(
-    operator: str, slots: int, channels: int, inner: int | None, packed: bool, values: int = 0
+    operator: str, slots: int, channels: int, inner: int, packed: bool, values: int = 0
 ) -> None:
-    """Forward and backward of a memory: held, or streamed with so many channels inside (0: none).
+    """Forward and backward of a memory of two maps with so many channels inside, or (0) of one.
 
     The value channels are `values`, if there are not as many as key channels.
     """
@@ -85,15 +85,12 @@ def memory(
     shapes = [(*of, slots, size) for size in (channels, channels, values)]
     shapes += [(*of, 4, slots), (*of, 4), (*of, slots, slots), of[:2]]
     owner = torch.empty(of[:2], dtype=torch.int64) if packed else None
-    sizes = (3, values, channels + bias)
-    if inner is not None:
-        numbers = channels * (channels + bias)
-        if inner:
-            numbers = inner * (channels + bias) + channels * (inner + bias)
-        sizes = (2 if bias else 3, numbers)
-    start, norm = torch.empty(5, 4, *sizes), [None, None]
+    numbers = values * (channels + bias)
+    if inner:
+        numbers = inner * (channels + bias) + values * (inner + bias)
+    start, norm = torch.empty(5, 4, 2 if bias else 3, numbers), [None, None]
     norm = [torch.empty(4, channels)] * 2 if bias else norm
-    inputs = Scan(*map(torch.empty, shapes), owner, start, *norm, 1e-6, inner or 0)
+    inputs = Scan(*map(torch.empty, shapes), owner, start, *norm, 1e-6, inner)
     memory_passes.forward(inputs)
     memory_passes.backward(torch.empty_like(inputs.v), start, inputs)
 
@@ -147,7 +144,7 @@ CALLS |= {
 split_slstm.multiprocessors = lambda device: 132
 CALLS |= {
     f"{operator}, C {slots}, K {channels}{', packed' * packed}": partial(
-        memory, operator, slots, channels, None, packed
+        memory, operator, slots, channels, 0, packed
     )
     for operator, slots, channels, packed in (
         ("TTT", 16, 64, False), ("TTT", 16, 64, True), ("Titans", 16, 32, False),
@@ -165,7 +162,7 @@ CALLS |= {
     )
 }  # fmt: skip
 # As the value channels of a wide map are shared out.
-CALLS["Titans, C 16, K 128, V 32"] = partial(memory, "Titans", 16, 128, None, False, 32)
+CALLS["Titans, C 16, K 128, V 32"] = partial(memory, "Titans", 16, 128, 0, False, 32)
 CALLS["scan, signed Mamba, V 1536, K 16"] = partial(
     scan, scan_inputs("Mamba", 1536, 16, BF16)._replace(signed=True)
 )

@@ -160,7 +160,7 @@ def test_every_form_keeps_its_products_in_flight(target, count) -> None:
 # sLSTM with heads of 256 channels holds four gates and four numbers of 16 x 256 each.
 SPILLS_OF_OPERATORS = {
     "network_scan_kernel": 512, "network_read_backward_kernel": 512, "network_backward_kernel": 640,
-    "memory_backward_kernel": 512, "memory_scan_kernel": 288, "read_kernel": 16,
+    "held_scan_kernel": 288, "read_kernel": 16,
     "slstm_forward_kernel": 160, "slstm_backward_kernel": 512, "split_forward_kernel": 16,
 }  # fmt: skip
 SPILLS_OF_ALL_GATES = 256

@@ -139,7 +139,7 @@ def form_of(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> Memory:
     """A memory by its name, its maps held as they are to be."""
     form = (MEMORIES | SHARED | OF_TWO)[name]
     if device == "cpu" and form.streamed:
-        monkeypatch.setattr(triton_scan, "is_held", lambda maps, norm: False)
+        monkeypatch.setattr(memory_kernels, "is_held", lambda *of: False)
         monkeypatch.setattr(memory_kernels, "COLUMNS", 16)
     if device == "cpu" and form.share:
         monkeypatch.setattr(triton_scan, "values_of_program", lambda values, keys: form.share)

@@ -47,7 +47,7 @@ def why_not_triton(arguments: Arguments, mini_batch: int) -> str | None:
     if len(maps) > 2:
         return f"the Triton kernels take memories of one map or two, got {len(maps)}"
     keys, values = q.shape[3], v.shape[3]
-    held = is_held(maps, isinstance(arguments["initial_state"], TTTState))
+    held = is_held(len(maps), values, keys, isinstance(arguments["initial_state"], TTTState))
     wide = max(keys, values) > STREAMED_CHANNELS and not held
     if wide or mini_batch > MAX_MINI_BATCH:
         return (
@@ -58,12 +58,10 @@ def why_not_triton(arguments: Arguments, mini_batch: int) -> str | None:
     return None
 
 
-def is_held(maps: Maps, norm: bool) -> bool:
-    """Whether the kernels hold this memory in registers; they stream others from the cache."""
-    if len(maps) > 1:
-        return False
-    values, inputs = maps[0].shape[-2:]
-    return max(values, inputs - 1) <= HELD_CHANNELS if norm else inputs <= HELD_KEYS_OF_SHARED
+def is_held(maps: int, values: int, keys: int, norm: bool) -> bool:
+    """Whether the forward holds this memory in registers; it streams others from the cache."""
+    most = max(values, keys) <= HELD_CHANNELS if norm else keys <= HELD_KEYS_OF_SHARED
+    return maps == 1 and most
 
 
 def check_call(

@@ -5,8 +5,9 @@ differentiated there; the operator has the matrices. A group of ceil(sqrt(M)) mi
 call, and only the memories between groups are kept for the backward pass, which runs a group once
 more.
 
-The maps lie as their kernels take them. Held in registers: one map, W, M and A beside each other.
-Streamed from the cache: one map or two, each without its bias and then that, one after another.
+The maps lie as their kernels take them: one or two, each without its bias and then that, one after
+another. Without a norm the value channels of a single map know nothing of each other: programs
+share them, as if they were heads.
 """
 
 import math
@@ -18,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.ops.fused_kernels import kernel_operator
-from deltarule.ops.memory.inputs import is_held
 from deltarule.ops.memory.torch.memory import Maps, Memory, Norm, Steps
 from deltarule.ops.mini_batches import MiniBatches
 from deltarule.ops.registration import Rules
@@ -40,7 +40,7 @@ class Scan(NamedTuple):
     writes: Tensor
     full: Tensor
     owner: Tensor | None
-    memory: Tensor  # held [N, HV, 3, V, K + bias], or streamed [N, HV, parts, numbers]
+    memory: Tensor  # [N, HV, parts, numbers]
     weight: Tensor | None
     bias: Tensor | None
     eps: float
@@ -69,35 +69,22 @@ def scan_in_triton(
     scalars = torch.stack([x.flatten(-2).squeeze(-1).expand(of_step) for x in numbers], dim=-1)
     given = (steps.q, steps.k, steps.v, rows, scalars, reads.writes, steps.full.flatten(1).float())
     streams = tuple(x.contiguous() for x in given)
-    if is_held(memory.weights, norm is not None):
-        return scan_held(streams, memory, layout, norm)
-    parts = memory if norm is None else memory[:2]
-    table = layout.table(torch.stack([flat(maps, steps.k.shape[-1]) for maps in parts], dim=2))
-    sizes = [x.shape[-2:] for x in memory.weights]
-    z, table = grouped(streams, layout, norm, table, sizes[0][0] if len(sizes) > 1 else 0)
-    after = [unflat(x, sizes, steps.k.shape[-1]) for x in layout.states(table).unbind(2)]
-    # The anchor of `ttt` is W.
-    return z, Memory(*(after if norm is None else (*after, after[0])))
-
-
-def scan_held(
-    streams: tuple[Tensor, ...], memory: Memory, layout: MiniBatches, norm: Norm | None
-) -> tuple[Tensor, Memory]:
-    """Scan a memory of one map; programs share its value channels where it has no norm."""
-    maps = torch.stack([memory.weights[0], memory.momentum[0], memory.anchor[0]], dim=2)
-    heads, values = maps.shape[1], maps.shape[3]
+    parts: tuple[Maps, ...] = memory if norm is None else memory[:2]
+    keys, (heads, _, values) = steps.k.shape[-1], steps.v.shape[2:]
     share = values
-    if norm is None:
-        share = values_of_program(values, maps.shape[4])
-        streams, maps = shared_out(streams, maps, share)
-    z, table = grouped(streams, layout, norm, layout.table(maps), 0)
-    table = layout.states(table)
+    if norm is None and len(memory.weights) == 1:
+        share = values_of_program(values, keys)
+        streams, parts = shared_out(streams, parts, share)
+    table = layout.table(torch.stack([flat(maps, keys) for maps in parts], dim=2))
+    sizes = [x.shape[-2:] for x in parts[0]]
+    z, table = grouped(streams, layout, norm, table, sizes[0][0] if len(sizes) > 1 else 0)
+    after = [unflat(x, sizes, keys) for x in layout.states(table).unbind(2)]
     if share < values:
         z = z.unflatten(2, (heads, -1)).movedim(3, -2).flatten(-2)[..., :values]
-        table = table.unflatten(1, (heads, -1)).movedim(2, 3).flatten(3, 4)[:, :, :, :values]
-    # Each a tensor of its own, as every state is.
-    parts = ((x.clone(),) for x in table.unbind(2))
-    return z, Memory(*parts)
+        together = (x.unflatten(1, (heads, -1)).flatten(2, 3)[:, :, :values] for (x,) in after)
+        after = [(x.contiguous(),) for x in together]
+    # The anchor of `ttt` is W.
+    return z, Memory(*(after if norm is None else (*after, after[0])))
 
 
 def grouped(
@@ -146,16 +133,15 @@ def values_of_program(values: int, keys: int) -> int:
 
 
 def shared_out(
-    streams: tuple[Tensor, ...], maps: Tensor, share: int
-) -> tuple[tuple[Tensor, ...], Tensor]:
+    streams: tuple[Tensor, ...], parts: tuple[Maps, ...], share: int
+) -> tuple[tuple[Tensor, ...], tuple[Maps, ...]]:
     """Heads of `share` value channels each: more heads, which read the same keys."""
-    values = maps.shape[3]
-    if share == values:
-        return streams, maps
     q, k, v, *others, full = streams
-    fill = -values % share
+    if share == v.shape[-1]:
+        return streams, parts
+    fill = -v.shape[-1] % share
     v = F.pad(v, (0, fill)).unflatten(-1, (-1, share)).movedim(-2, 3).flatten(2, 3)
-    maps = F.pad(maps, (0, 0, 0, fill)).unflatten(3, (-1, share)).movedim(3, 2).flatten(1, 2)
-    parts = (values + fill) // share
-    q, k, *others = (x.repeat_interleave(parts, dim=2) for x in (q, k, *others))
-    return (q, k, v.contiguous(), *others, full), maps.contiguous()
+    maps = (F.pad(x, (0, 0, 0, fill)).unflatten(2, (-1, share)).flatten(1, 2) for (x,) in parts)
+    copies = v.shape[2] // q.shape[2]
+    q, k, *others = (x.repeat_interleave(copies, dim=2) for x in (q, k, *others))
+    return (q, k, v.contiguous(), *others, full), tuple((x,) for x in maps)

@@ -1,7 +1,7 @@
-"""What the kernels of a linear memory share: tiles of a mini-batch, the loss and its derivatives.
+"""What the kernels of a memory share: tiles of a mini-batch, the loss and its derivatives.
 
-The memory is a map W [V, K], with a bias [V] where TTT has one. Rows are the tokens of a
-mini-batch, T of them in BT. Everything is in float32, and products are sums of three in tf32.
+Rows are the tokens of a mini-batch, T of them in BT. Everything is in float32, and products are
+sums of three in tf32.
 """
 
 from collections import namedtuple
@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 
 PRECISION = tl.constexpr("tf32x3")
-# What a kernel that holds a memory is compiled for, as one constant.
-Sizes = namedtuple("Sizes", "HV T K V BT BK BV BIAS NORM PACKED")
-# A map [V, K] with its bias as a row; and the weights, the momentum and the anchor of a memory.
+# A map [V, K] with its bias as a row; and the weights, the momentum and the anchor of a tile.
 Map = namedtuple("Map", "weights bias")
 Maps = namedtuple("Maps", "W M A")
 # The layer norm of a head: weight and bias as rows, the channels that there are, and eps.
@@ -57,46 +55,6 @@ def load_norm(weight, bias, i_h, o_v, eps, S: tl.constexpr):
         b_weight = tl.load(weight + i_h * S.V + o_v, mask=o_v < S.V, other=0.0)
         b_bias = tl.load(bias + i_h * S.V + o_v, mask=o_v < S.V, other=0.0)
     return Norm(b_weight[None, :], b_bias[None, :], (o_v < S.V)[None, :], eps)
-
-
-@triton.jit
-def load_map(memory, i, which: tl.constexpr, o_v, o_k, S: tl.constexpr):
-    """W, M or A of memory [.., 3, V, K + BIAS]; the bias is zero without one."""
-    p_x, mask = map_places(memory, i, which, o_v, o_k, S)
-    b_map = tl.load(p_x[:, None] + o_k[None, :], mask=mask, other=0.0)
-    b_bias = tl.zeros(o_v.shape, tl.float32)
-    if S.BIAS:
-        b_bias = tl.load(p_x + S.K, mask=o_v < S.V, other=0.0)
-    return Map(b_map, b_bias[None, :])
-
-
-@triton.jit
-def store_map(memory, x, i, which: tl.constexpr, o_v, o_k, S: tl.constexpr):
-    p_x, mask = map_places(memory, i, which, o_v, o_k, S)
-    tl.store(p_x[:, None] + o_k[None, :], x.weights, mask=mask)
-    if S.BIAS:
-        tl.store(p_x + S.K, tl.reshape(x.bias, o_v.shape), mask=o_v < S.V)
-
-
-@triton.jit
-def map_places(memory, i, which: tl.constexpr, o_v, o_k, S: tl.constexpr):
-    ROW: tl.constexpr = S.K + S.BIAS
-    p_x = memory + (i * 3 + which) * (S.V * ROW) + o_v * ROW
-    return p_x, (o_v < S.V)[:, None] & (o_k < S.K)[None, :]
-
-
-@triton.jit
-def load_maps(memory, i, o_v, o_k, S: tl.constexpr):
-    W = load_map(memory, i, 0, o_v, o_k, S)
-    M = load_map(memory, i, 1, o_v, o_k, S)
-    return Maps(W, M, load_map(memory, i, 2, o_v, o_k, S))
-
-
-@triton.jit
-def store_maps(memory, maps, i, o_v, o_k, S: tl.constexpr):
-    store_map(memory, maps.W, i, 0, o_v, o_k, S)
-    store_map(memory, maps.M, i, 1, o_v, o_k, S)
-    store_map(memory, maps.A, i, 2, o_v, o_k, S)
 
 
 @triton.jit

@@ -5,15 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltarule.ops.memory.inputs import is_held
 from deltarule.ops.memory.torch.triton_scan import Scan
-from deltarule.ops.memory.triton.held import (
-    memory_backward_kernel,
-    memory_scan_kernel,
-    read_backward_kernel,
-)
-from deltarule.ops.memory.triton.memory import Sizes
-from deltarule.ops.memory.triton.network import Sizes as NetworkSizes
-from deltarule.ops.memory.triton.network import network_scan_kernel
+from deltarule.ops.memory.triton.held import held_scan_kernel
+from deltarule.ops.memory.triton.network import Sizes, network_scan_kernel
 from deltarule.ops.memory.triton.network_backward import (
     TILES,
     network_backward_kernel,
@@ -31,24 +26,20 @@ BLOCK, COLUMNS = 4096, 32
 
 
 def arguments(inputs: Scan) -> dict[str, Any]:
-    k, v, memory = inputs.k, inputs.v, inputs.memory
-    (count, lanes, heads, tokens, channels), values = k.shape, v.shape[-1]
+    (count, lanes, heads, tokens, channels), values = inputs.k.shape, inputs.v.shape[-1]
     sizes: dict[str, Any] = {"HV": heads, "T": tokens, "K": channels, "V": values}
     blocks = {"BT": tokens, "BK": channels, "BV": values}
     sizes |= {name: max(power_of_2(size), 16) for name, size in blocks.items()}
-    norm = inputs.weight is not None
-    sizes |= {"NORM": norm, "PACKED": inputs.owner is not None}
-    found = {**inputs._asdict(), **OPTIONS, "M": count, "R": lanes}
-    if memory.ndim == 5:
-        # As many warps as a map can be shared among.
-        warps = WARPS if channels > 32 else WARPS_OF_SMALL_MAPS
-        held = Sizes(**sizes, BIAS=memory.shape[-1] - channels)
-        return found | {"S": held, "num_warps": warps}
-    entering = inputs.inner or channels
+    norm, entering = inputs.weight is not None, inputs.inner or channels
+    sizes |= {"NORM": norm, "BIAS": int(norm), "PACKED": inputs.owner is not None}
     columns = min(BLOCK // max(sizes["BK"], sizes["BV"]), COLUMNS)
     sizes |= {"C": entering, "BC": max(min(power_of_2(entering), columns), 16)}
-    sizes |= {"SIZE": memory.shape[-1], "PARTS": memory.shape[2], "DEEP": inputs.inner > 0}
-    return found | {"S": NetworkSizes(**sizes, BIAS=int(norm)), "num_warps": WARPS}
+    _, _, parts, size = inputs.memory.shape
+    sizes |= {"SIZE": size, "PARTS": parts, "DEEP": inputs.inner > 0}
+    # As many warps as a map can be shared among.
+    own = {"M": count, "R": lanes, "S": Sizes(**sizes)}
+    own["num_warps"] = WARPS if inputs.inner or channels > 32 else WARPS_OF_SMALL_MAPS
+    return {**inputs._asdict(), **OPTIONS, **own}
 
 
 def memory_scan(inputs: Scan) -> tuple[Tensor, Tensor]:
@@ -68,14 +59,16 @@ def memory_scan_backward(given: Backward[Scan]) -> Gradients:
 def forward(inputs: Scan, note: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     z, memory, each = torch.empty_like(inputs.v), inputs.memory.clone(), inputs.k.shape[:3]
     noted = memory.new_empty(*each, *memory.shape[2:]) if note else None
-    kernel = memory_scan_kernel if memory.ndim == 5 else network_scan_kernel
+    sizes, norm = (inputs.v.shape[-1], inputs.k.shape[-1]), inputs.weight is not None
+    held = is_held(2 if inputs.inner else 1, *sizes, norm)
+    kernel = held_scan_kernel if held else network_scan_kernel
     values = arguments(inputs) | {"memory": memory, "z": z, "noted": noted}
     launch(kernel, (*each[1:], 1), values)
     return z, memory, noted
 
 
 def backward(d_z: Tensor, d_memory: Tensor, inputs: Scan) -> Gradients:
-    k, held, inner = inputs.k, inputs.memory.ndim == 5, inputs.inner
+    k, inner = inputs.k, inputs.inner
     count, lanes, heads, slots, _ = k.shape
     names = "q", "k", "v", "rows", "scalars", "writes"
     found = {f"d_{name}": torch.empty_like(getattr(inputs, name)) for name in names}
@@ -85,17 +78,13 @@ def backward(d_z: Tensor, d_memory: Tensor, inputs: Scan) -> Gradients:
     values |= {name: torch.empty_like(inputs.v) for name in ("at", "g", "d_g")}
     d_memory, noted = d_memory.clone(), forward(inputs, note=True)[2]
     values |= {"d_z": d_z, "d_memory": d_memory, "noted": noted}
-    if held:
-        launch(read_backward_kernel, (count * lanes * heads, 1, 1), values)
-        launch(memory_backward_kernel, (lanes, heads, 1), values)
-    else:
-        # What enters the last map of two, and its gradient.
-        shape = count, lanes, heads, TILES.value, slots, inner
-        values["tiles"] = k.new_empty(shape) if inner else None
-        values["d_x"] = k.new_empty(*shape[:3], slots, inner) if inner else found["d_k"]
-        launch(network_read_backward_kernel, (lanes, heads, count), values)
-        launch(network_backward_kernel, (lanes, heads, 1), values)
-        if inputs.weight is not None:
-            # In the loss stands k - v.
-            found["d_k"] -= found["d_v"]
+    # What enters the last map of two, and its gradient.
+    shape = count, lanes, heads, TILES.value, slots, inner
+    values["tiles"] = k.new_empty(shape) if inner else None
+    values["d_x"] = k.new_empty(*shape[:3], slots, inner) if inner else found["d_k"]
+    launch(network_read_backward_kernel, (lanes, heads, count), values)
+    launch(network_backward_kernel, (lanes, heads, 1), values)
+    if inputs.weight is not None:
+        # In the loss stands k - v.
+        found["d_k"] -= found["d_v"]
     return *found.values(), d_memory, *(None if x is None else x.sum(0) for x in d_norm)
