@@ -340,7 +340,7 @@ def network_backward_kernel(
         if S.NORM:
             b_dweight += tl.sum(b_dw_rows, axis=0)
             b_dbias += tl.sum(b_db_rows, axis=0)
-        # By way of memory, as in held.py; and the tiles are read by other threads.
+        # By way of memory: the compiler would compute dz once more in the layout of an operand.
         tl.debug_barrier()
         store_tile(at, b_dz, i, o_s, o_v, S.T, S.V)
         tl.debug_barrier()

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from deltarule.ops.memory.inputs import is_held
 from deltarule.ops.memory.torch.triton_scan import Scan
-from deltarule.ops.memory.triton.held import held_scan_kernel
-from deltarule.ops.memory.triton.network import Sizes, network_scan_kernel
+from deltarule.ops.memory.triton.network import Sizes, held_scan_kernel, network_scan_kernel
 from deltarule.ops.memory.triton.network_backward import (
     TILES,
     network_backward_kernel,

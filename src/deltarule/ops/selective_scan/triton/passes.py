@@ -14,9 +14,13 @@ from deltarule.ops.runtime.named import launch
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.ops.selective_scan.torch import tokens_in_chunk
-from deltarule.ops.selective_scan.triton.read import read_backward_kernel, read_kernel
-from deltarule.ops.selective_scan.triton.states import carry_kernel, chunk_summary_kernel
-from deltarule.ops.selective_scan.triton.tokens import Sizes
+from deltarule.ops.selective_scan.triton.kernels import (
+    Sizes,
+    carry_kernel,
+    chunk_summary_kernel,
+    read_backward_kernel,
+    read_kernel,
+)
 
 
 class Tile(NamedTuple):
