@@ -8,6 +8,7 @@ delta rule) or each key channel (KDA).
 
 import inspect
 import platform
+import statistics
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 
 from bench import results
 from bench.markdown import markdown_table
-from bench.timing import Operator, both_passes, interleaved_seconds
+from bench.timing import Operator, interleaved_seconds, outputs
 from deltarule.doctor.bars import relative_rms
 from deltarule.ops import delta_rule
 from deltarule.ops.dispatch import Impl
@@ -38,14 +39,12 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A peer, the decay it takes, and what is asked of us beside it."""
+    """A peer, and the decay it takes."""
 
     title: str
     module: str
     function: str
     decay_per_channel: bool
-    least_speedup: float
-    most_saved: float
 
     def theirs(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """By transformers' own fallback without a kernel package, as its model calls it."""
@@ -59,8 +58,8 @@ class Case(NamedTuple):
 QWEN = "qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule"
 KIMI = "kimi_linear.modeling_kimi_linear", "chunk_kimi_delta_attention"
 CASES = {
-    "gated_delta_rule": Case("gated delta rule", *QWEN, False, 2.0, 0.5),
-    "kda": Case("KDA", *KIMI, True, 3.0, 0.1),
+    "gated_delta_rule": Case("gated delta rule", *QWEN, False),
+    "kda": Case("KDA", *KIMI, True),
 }
 TIMED = Shape(batch=2, tokens=2048, heads=4, channels=64)
 # The float64 loop that errors are measured against keeps a state for every token.
@@ -104,38 +103,20 @@ def compare(name: str, repeats: int, timed: Shape, checked: Shape, impl: Impl) -
     case = CASES[name]
     sides: dict[str, Operator] = {"deltarule": ours(impl), "transformers": case.theirs}
     inputs, grad = draw(timed, case.decay_per_channel)
-    runs = {side: partial(both_passes, operator, inputs, grad) for side, operator in sides.items()}
+    runs = {side: partial(outputs, operator, inputs, grad) for side, operator in sides.items()}
     seconds = interleaved_seconds(runs, repeats)
     few, grad = draw(checked, case.decay_per_channel)
-    exact = named({x: y.double() for x, y in few.items()}, ours("reference"), grad.double())
+    exact = outputs(ours("reference"), {x: y.double() for x, y in few.items()}, grad)
     figures = {}
     for side, operator in sides.items():
-        saved, found = saved_bytes(operator, inputs), named(few, operator, grad)
-        lower, median, upper = np.percentile(seconds[side], [25, 50, 75]).tolist()
+        saved, found = saved_bytes(operator, inputs), outputs(operator, few, grad)
         figures[side] = {
-            "seconds": seconds[side], "median": median,
-            "lower_quartile": lower, "upper_quartile": upper, "saved_bytes": saved,
+            "seconds": seconds[side], "median": statistics.median(seconds[side]),
+            "saved_bytes": saved,
             "saved_bytes_per_token_and_head": saved / (timed.batch * timed.tokens * timed.heads),
             "relative_errors": {x: relative_rms(y, exact[x]) for x, y in found.items()},
         }  # fmt: skip
-    return {"name": name, "impl": impl} | figures | verdict(case, **figures)
-
-
-def named(inputs: Mapping[str, Tensor], operator: Operator, grad: Tensor) -> dict[str, Tensor]:
-    o, gradients = both_passes(operator, inputs, grad)
-    return {"o": o} | {f"grad {name}": x for name, x in gradients.items()}
-
-
-def verdict(
-    case: Case, *, deltarule: Mapping[str, Any], transformers: Mapping[str, Any]
-) -> dict[str, Any]:
-    speedup = transformers["median"] / deltarule["median"]
-    saved = deltarule["saved_bytes"] / transformers["saved_bytes"]
-    return {
-        "speedup": speedup, "least_speedup": case.least_speedup,
-        "saved_ratio": saved, "most_saved_ratio": case.most_saved,
-        "met": speedup >= case.least_speedup and saved <= case.most_saved,
-    }  # fmt: skip
+    return {"name": name, "impl": impl} | figures
 
 
 def ours(impl: Impl) -> Operator:
@@ -175,24 +156,23 @@ def saved_bytes(operator: Operator, inputs: Mapping[str, Tensor]) -> int:
 
 def table(report: Mapping[str, Any]) -> str:
     shape, versions = Shape(**report["timed_shape"]), report["versions"]
-    rows, verdicts = [], []
+    rows, ratios = [], []
     for one in report["comparisons"]:
-        title = CASES[one["name"]].title
+        ours, theirs, title = one["deltarule"], one["transformers"], CASES[one["name"]].title
+        ratios.append(
+            f"{title}: {theirs['median'] / ours['median']:.2f} x faster, "
+            f"{ours['saved_bytes'] / theirs['saved_bytes']:.3f} of the saved bytes"
+        )
         for side in ("deltarule", "transformers"):
             figures = one[side]
             errors = dict(figures["relative_errors"])
+            lower, upper = np.percentile(figures["seconds"], [25, 75])
             rows.append([
                 title, side, f"{figures['median']:.3f}",
-                f"{figures['lower_quartile']:.3f} to {figures['upper_quartile']:.3f}",
-                f"{figures['saved_bytes'] / 2**20:.1f}",
+                f"{lower:.3f} to {upper:.3f}", f"{figures['saved_bytes'] / 2**20:.1f}",
                 f"{figures['saved_bytes_per_token_and_head'] / 2**10:.2f}",
                 f"{errors.pop('o'):.1e}", f"{max(errors.values()):.1e}",
             ])  # fmt: skip
-        verdicts.append(
-            f"{title}: {one['speedup']:.2f} x faster (asked: {one['least_speedup']:g}), "
-            f"{one['saved_ratio']:.3f} of the saved bytes (asked: {one['most_saved_ratio']:g}): "
-            f"{'met' if one['met'] else 'NOT met'}"
-        )
     about = (
         f"float32, forward and backward, [{shape.batch}, {shape.tokens}, {shape.heads} heads, "
         f"K = V = {shape.channels}], CPU threads: {report['threads']}, torch {versions['torch']}, "
@@ -200,4 +180,4 @@ def table(report: Mapping[str, Any]) -> str:
     )
     heads = ["operator", "side", "median s", "middle half", "saved MiB", "KiB/token-head"]
     whole = markdown_table([*heads, "error o", "worst grad"], rows)
-    return "\n".join([about, "", whole, "", *verdicts])
+    return "\n".join([about, "", whole, "", *ratios])

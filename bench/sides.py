@@ -93,10 +93,10 @@ def figures(case: Case, bandwidth: float, rate: float) -> Iterator[tuple[str, st
         for both in (False, True) if case.backward else (False,):
             try:
                 with case.within(side):
-                    o = outputs(run, case.inputs, None)["o"]
+                    o = timing.outputs(run, case.inputs, None)["o"]
                     torch.manual_seed(0)
                     weight = torch.randn(o.shape, device=o.device).to(o.dtype) if both else None
-                    call = partial(outputs, run, case.inputs, weight)
+                    call = partial(timing.outputs, run, case.inputs, weight)
                     found = call()
                     floor = case.floor_ms(o, both, bandwidth, rate)
                     row: results.Row = {"ms": case.milliseconds(call), "floor_ms": floor}
@@ -108,17 +108,6 @@ def figures(case: Case, bandwidth: float, rate: float) -> Iterator[tuple[str, st
             except Exception as error:
                 row = {"error": reason(error)}
             yield side, "forward+backward" if both else "forward", row
-
-
-def outputs(
-    run: timing.Operator, inputs: Mapping[str, Tensor], weight: Tensor | None
-) -> dict[str, Tensor]:
-    """o, and if there is a weight the gradients of sum(o * weight) by inputs, by name."""
-    if weight is None:
-        with torch.no_grad():
-            return {"o": run(inputs)}
-    o, gradients = timing.both_passes(run, inputs, weight)
-    return {"o": o, **{f"d {name}": x for name, x in gradients.items()}}
 
 
 def apart(x: Tensor, y: Tensor) -> float:

@@ -142,12 +142,15 @@ def interleaved_seconds(runs: Mapping[str, Run], repeats: int) -> dict[str, list
     return seconds
 
 
-def both_passes(
-    operator: Operator, inputs: Mapping[str, Tensor], grad: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output, and the gradient of sum(output * grad) for every input that it depends on."""
+def outputs(
+    run: Operator, inputs: Mapping[str, Tensor], weight: Tensor | None
+) -> dict[str, Tensor]:
+    """o, and if there is a weight the gradients of sum(o * weight) by inputs, by name."""
+    if weight is None:
+        with torch.no_grad():
+            return {"o": run(inputs)}
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    output, given = operator(leaves), list(leaves.values())
-    found = torch.autograd.grad(output, given, grad.to(output.dtype), allow_unused=True)
-    gradients = zip(leaves, found, strict=True)
-    return output.detach(), {name: x for name, x in gradients if x is not None}
+    o = run(leaves)
+    found = torch.autograd.grad(o, [*leaves.values()], weight.to(o.dtype), allow_unused=True)
+    gradients = {f"grad {x}": y for x, y in zip(leaves, found, strict=True) if y is not None}
+    return {"o": o.detach(), **gradients}

@@ -1,7 +1,6 @@
 import json
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -33,33 +32,14 @@ def test_both_sides_compute_the_same(report):
 def test_figures_are_complete(report):
     assert [one["name"] for one in report["comparisons"]] == ["gated_delta_rule", "kda"]
     for comparison in report["comparisons"]:
-        ours, theirs = comparison["deltarule"], comparison["transformers"]
-        assert len(ours["seconds"]) == len(theirs["seconds"]) == 2
-        for side in (ours, theirs):
-            quarters = np.percentile(side["seconds"], [25, 50, 75])
-            names = ("lower_quartile", "median", "upper_quartile")
-            assert [side[name] for name in names] == quarters.tolist()
-        assert comparison["speedup"] == theirs["median"] / ours["median"]
-        assert comparison["saved_ratio"] == ours["saved_bytes"] / theirs["saved_bytes"]
-        # At the least q, k and v.
-        assert ours["saved_bytes"] >= 3 * 4 * 96 * 2 * 16
-
-
-def test_table_names_what_was_missed(report):
-    comparison = dict(report["comparisons"][0], met=False)
-    text = cpu.table(report | {"comparisons": [comparison]})
-    assert "gated delta rule" in text
-    assert "NOT met" in text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "saved", "met"), [(0.5, 50, True), (0.51, 50, False), (0.5, 51, False)]
-)
-def test_both_bars_must_be_met(seconds, saved, met):
-    case = cpu.CASES["gated_delta_rule"]
-    figures = {"median": seconds, "saved_bytes": saved}, {"median": 1.0, "saved_bytes": 100}
-    verdict = cpu.verdict(case, **dict(zip(("deltarule", "transformers"), figures, strict=True)))
-    assert verdict["met"] is met
+        for side in (comparison["deltarule"], comparison["transformers"]):
+            assert side["median"] == sum(side["seconds"]) / 2
+            # At the least q, k and v.
+            assert side["saved_bytes"] >= 3 * 4 * 96 * 2 * 16
+    # A line for each side, and one for both sides of each case.
+    table = cpu.table(report).splitlines()
+    assert [line.split(" | ")[1] for line in table[4:8]] == ["deltarule", "transformers"] * 2
+    assert table[9].startswith("gated delta rule: ")
 
 
 def test_inputs_are_the_same_on_every_call():

@@ -32,5 +32,5 @@ def test_a_side_is_compared_with_the_first_and_one_that_fails_is_a_row(monkeypat
     assert both["exact"]["apart"] == 0
     assert both["near"]["apart"] == pytest.approx(1e-3, rel=1e-3)
     # It has no gradient by scale, and that by x is none to compare with it.
-    assert both["other"] == {"error": "KeyError: 'd scale'"}
+    assert both["other"] == {"error": "KeyError: 'grad scale'"}
     assert both["broken"] == {"error": "RuntimeError: no kernel"}
