@@ -1,6 +1,5 @@
-"""How much faster chunks are than a loop over tokens, both in kernels of our own."""
+"""How much faster chunks are than a loop over tokens: on a GPU kernels, on a CPU the definition."""
 
-import importlib
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from bench.cases import draw as draw_inputs
 from bench.markdown import markdown_table
 from deltarule.doctor.bars import relative_rms
 from deltarule.ops import delta_rule
+from deltarule.ops.dispatch import Impl
 from experiments.experiment import Form, Result
 from experiments.figures import Curve, Figure, Panel, draw_curves
 from experiments.seeds import told
@@ -26,8 +26,6 @@ PASSES = {"forward": "forward", "both": "forward and backward"}
 MOST_DIFFERENT = {"cpu": 1e-4, "cuda": 3e-2}
 # One cell at a time has the machine, whatever --workers says.
 TIMED = True
-
-Gradients = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,7 @@ class SpeedupCell:
         `lengths`: for each, milliseconds `chunks_forward`, `chunks_both`, `loop_forward` and
         `loop_both`, and `difference`, the largest relative difference of an output or gradient.
         """
-        # The loop over tokens has one thread on a CPU, and so have the chunks.
+        # The loop over tokens gains nothing from a second thread, and the chunks have none either.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -70,29 +68,23 @@ class SpeedupCell:
         """In turns on the CPU, in CUDA graphs on a GPU."""
         inputs, grad = self.draw(length, device)
         cpu = device.type == "cpu"
-        loop = importlib.import_module(f"experiments.token_{'loop' if cpu else 'kernels'}")
-        given = tuple(inputs.values())
-
-        def chunks(x: Mapping[str, Any]) -> Tensor:
-            return delta_rule(**x, return_state=False).o
-
-        def chunks_both() -> Gradients:
-            return tuple(timing.outputs(chunks, inputs, grad).values())
-
-        def loop_both() -> Gradients:
-            o, error = loop.forward(*given)
-            return o, *loop.backward(*given, error, grad)
-
-        difference = max(map(relative_rms, loop_both(), chunks_both()))
+        sides: dict[str, timing.Operator] = {
+            "chunks": by_library, "loop": by_definition if cpu else by_kernels
+        }  # fmt: skip
+        found = [timing.outputs(side, inputs, grad).values() for side in sides.values()]
+        difference = max(map(relative_rms, *found))
         if not difference < MOST_DIFFERENT[device.type]:
             raise ValueError(
                 f"the loop and the chunks must compute the same, and differ by {difference:.1e} at "
                 f"{length} tokens and heads of {self.head}"
             )
         runs: dict[str, timing.Run] = {
-            "chunks_forward": lambda: chunks(inputs), "chunks_both": chunks_both,
-            "loop_forward": lambda: loop.forward(*given), "loop_both": loop_both,
-        }  # fmt: skip
+            f"{name}_{kind}": partial(
+                timing.outputs, side, inputs, grad if kind == "both" else None
+            )
+            for name, side in sides.items()
+            for kind in PASSES
+        }
         if cpu:
             seconds = timing.interleaved_seconds(runs, self.repeats)
             times = {name: 1e3 * statistics.median(some) for name, some in seconds.items()}
@@ -109,6 +101,20 @@ class SpeedupCell:
         if device.type == "cpu":
             inputs = {name: x.float() for name, x in inputs.items()}
         return inputs, torch.randn_like(inputs["v"])
+
+
+def by_library(x: Mapping[str, Any], impl: Impl = "auto") -> Tensor:
+    return delta_rule(**x, return_state=False, impl=impl).o
+
+
+by_definition = partial(by_library, impl="reference")
+
+
+def by_kernels(x: Mapping[str, Any]) -> Tensor:
+    # Its file needs Triton.
+    from experiments.token_kernels import token_by_token
+
+    return token_by_token(x["q"], x["k"], x["v"], x["beta"])
 
 
 def cells(form: Form) -> list[SpeedupCell]:

@@ -8,7 +8,7 @@ all rows of a state comes out in parts, one for each program.
 """
 
 # A kernel is written in Triton's language, which has no types.
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 
 import torch
 import triton
@@ -85,37 +85,43 @@ def from_first_kernel(
         tl.store(dq + part * K + o_k, scale * tl.sum(b_s * b_do[:, None], axis=0))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs, and the errors e that the backward pass needs.
-
-    All are contiguous: q and k [B, T, H, K], K a power of two, v [B, T, H, V], V a multiple of 8,
-    and beta [B, T, H].
+class TokenByToken(torch.autograd.Function):
+    """o of q and k [B, T, H, K], K a power of two, v [B, T, H, V], V a multiple of 8, and beta
+    [B, T, H]; all are contiguous.
     """
-    o, e = torch.empty_like(v), torch.empty_like(v, dtype=torch.float32)
-    tokens, heads, key_size = q.shape[1:]
-    sizes = {"K": key_size, "V": v.shape[3], "BV": ROWS}
-    scale = key_size**-0.5
-    forward_kernel[grid(v)](q, k, v, beta, o, e, scale, tokens, heads, **sizes, **OPTIONS)
-    return o, e
+
+    @staticmethod
+    def forward(ctx, q, k, v, beta):
+        o, e = torch.empty_like(v), torch.empty_like(v, dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, beta, e)
+        forward_kernel[grid(v)](
+            q, k, v, beta, o, e, q.shape[3] ** -0.5, *q.shape[1:3], **sizes(q, v), **OPTIONS
+        )
+        return o
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, beta, e = ctx.saved_tensors
+        parts, more = v.shape[3] // ROWS, (q.shape[3] ** -0.5, beta.numel(), *q.shape[1:3])
+        dq, dk, dk_more = q.new_empty(3, parts, *q.shape, dtype=torch.float32).unbind()
+        dv, dbeta = torch.empty_like(v), beta.new_empty(parts, *beta.shape, dtype=torch.float32)
+        from_last_kernel[grid(v)](
+            q, k, beta, e, grad, dk, dv, dbeta, *more, **sizes(q, v), **OPTIONS
+        )
+        from_first_kernel[grid(v)](
+            k, beta, e, grad, dv, dq, dk_more, *more, **sizes(q, v), **OPTIONS
+        )
+        dk_all = dk.sum(0) + dk_more.sum(0)
+        return dq.sum(0).to(q.dtype), dk_all.to(k.dtype), dv, dbeta.sum(0).to(beta.dtype)
 
 
-def backward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, e: Tensor, grad: Tensor
-) -> tuple[Tensor, ...]:
-    tokens, heads, key_size = q.shape[1:]
-    parts, rows = v.shape[3] // ROWS, beta.numel()
-    dq, dk, dk_more = q.new_empty(3, parts, *q.shape, dtype=torch.float32).unbind()
-    dv, dbeta = torch.empty_like(v), beta.new_empty(parts, *beta.shape, dtype=torch.float32)
-    sizes = {"K": key_size, "V": v.shape[3], "BV": ROWS}
-    scale = key_size**-0.5
-    from_last_kernel[grid(v)](
-        q, k, beta, e, grad, dk, dv, dbeta, scale, rows, tokens, heads, **sizes, **OPTIONS
-    )
-    from_first_kernel[grid(v)](
-        k, beta, e, grad, dv, dq, dk_more, scale, rows, tokens, heads, **sizes, **OPTIONS
-    )
-    dk_all = dk.sum(0) + dk_more.sum(0)
-    return dq.sum(0).to(q.dtype), dk_all.to(k.dtype), dv, dbeta.sum(0).to(beta.dtype)
+def token_by_token(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    o: Tensor = TokenByToken.apply(q, k, v, beta)
+    return o
+
+
+def sizes(q: Tensor, v: Tensor) -> dict[str, int]:
+    return {"K": q.shape[3], "V": v.shape[3], "BV": ROWS}
 
 
 def grid(v: Tensor) -> tuple[int, int, int]:
