@@ -12,7 +12,6 @@ import argparse
 import importlib
 import statistics
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from bench import results, timing
 from bench.cpu import transformers_version
+from bench.sides import apart
 
 Row = dict[str, Any]
 Sides = Mapping[str, Callable[[], AbstractContextManager[object]]]
@@ -126,26 +126,21 @@ def works(model: Any, sizes: Sizes) -> dict[str, Callable[[], Tensor | None]]:
 def in_turns(
     run: Callable[[], Tensor | None], sides: Sides, repeats: int
 ) -> Iterator[tuple[str, Row]]:
-    """A first run of each side, then the others in turns; milliseconds and their median.
+    """The seconds of each side, in turns after a run that compiles, and milliseconds of the median.
 
     `difference` is the relative RMS between what a side gives and what transformers gives.
     """
-    # On a CPU processor seconds: other processes do not count.
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
     outputs: dict[str, Tensor | None] = {}
-    for _ in range(repeats + 1):
-        for side, enter in sides.items():
-            with enter():
-                timing.synchronize()
-                start = clock()
-                outputs[side] = run()
-                timing.synchronize()
-                seconds[side].append(clock() - start)
-    for name, (first, *rest) in seconds.items():
-        figures: Row = {"first_s": first, "ms": 1e3 * statistics.median(rest), "seconds": rest}
+
+    def of_side(side: str) -> None:
+        with sides[side]():
+            outputs[side] = run()
+
+    seconds = timing.interleaved_seconds({side: partial(of_side, side) for side in sides}, repeats)
+    for name, times in seconds.items():
+        figures: Row = {"ms": 1e3 * statistics.median(times), "seconds": times}
         if (theirs := outputs[THEIRS]) is not None and (other := outputs[name]) is not None:
-            figures["difference"] = ((other - theirs).norm() / theirs.norm()).item()
+            figures["difference"] = apart(other, theirs)
         yield name, figures
 
 

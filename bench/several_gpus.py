@@ -52,9 +52,8 @@ class Case(NamedTuple):
     one_row: bool = False
     # Gathered weights stay from a block's forward to its backward.
     kept: bool = True
-    way: str = "by the library"
-    # So many blocks before they are needed, beside what FSDP2 does by itself.
-    early: int = 0
+    # None: as the library does it, and before all others, which the model keeps.
+    way: str | None = None
 
 
 CASES = {
@@ -64,10 +63,8 @@ CASES = {
     "context and shards, one row, weights kept": Case(one_row=True),
     "sharded": Case(kept=False),
     "context and shards, one row": Case(one_row=True, kept=False),
-    "sharded, a block early": Case(early=1),
-    "sharded, two blocks early": Case(early=2),
     "sharded, gradients in float32": Case(way="gradients in float32"),
-    # Last: what the weights are afterwards is different on every process.
+    # After it the weights are different on every process.
     "sharded, nothing sent": Case(way="nothing sent"),
     "one row, nothing sent": Case(one_row=True, way="nothing sent"),
     "heads": Case("heads"),
@@ -99,7 +96,7 @@ def make(who: str) -> Trained:
     return Trained(world, spread, make_optimizer(model, OptimizerOptions()), dist.new_group())
 
 
-def training(case: Case, trained: Trained, rows: int, steps: int, profiled: bool) -> dict[str, Any]:
+def training(case: Case, trained: Trained, rows: int, steps: int) -> dict[str, Any]:
     """Steps of AdamW on float32 weights under autocast, of so many rows for each process."""
     world, spread, optimizer, sharing = trained
     ways, tokens, where = world.size, TOKENS, None
@@ -137,7 +134,7 @@ def training(case: Case, trained: Trained, rows: int, steps: int, profiled: bool
     host = time.perf_counter() - began
     ms = statistics.median(times.tolist())
     shared = ways if where is not None or case.who == "heads" else 1
-    found = {
+    return {
         **case._asdict(), "rows": rows, "tokens": tokens,
         "parameters": sum(p.numel() for p in spread.model.parameters()),
         "losses": [round(first, 5), round(float(report[0]), 5)], "step_ms": round(ms, 3),
@@ -146,13 +143,6 @@ def training(case: Case, trained: Trained, rows: int, steps: int, profiled: bool
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if CUDA else None,
         "sent_mb": sent,
     }  # fmt: skip
-    if profiled and CUDA:
-        # Those that take most of a step, by their names, and all.
-        kernels = timing.kernel_ms(run)
-        largest = sorted(kernels.items(), key=lambda item: -item[1])[:40]
-        most = {name[:80]: round(ms, 2) for name, ms in largest}
-        found["kernels_ms"] = most | {"all": round(sum(kernels.values()), 1)}
-    return found
 
 
 def travel(model: CausalLM, case: Case) -> None:
@@ -160,12 +150,12 @@ def travel(model: CausalLM, case: Case) -> None:
     blocks: list[Any] = list(model.blocks)
     group = dist.group.WORLD
     assert group is not None
-    gather, sums = WAYS[case.way](group)
-    for i, block in enumerate(blocks):
-        block.set_custom_all_gather(gather)
-        block.set_custom_reduce_scatter(sums)
+    for block in blocks:
         block.set_reshard_after_forward(not case.kept)
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + case.early])
+        if case.way is not None:
+            gather, sums = WAYS[case.way](group)
+            block.set_custom_all_gather(gather)
+            block.set_custom_reduce_scatter(sums)
 
 
 def main() -> None:
@@ -175,7 +165,6 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rows", type=int, default=ROWS, help="of 4,096 tokens, a GPU and step")
     parser.add_argument("--steps", type=int, default=5, help="that are timed")
-    parser.add_argument("--profile", action="store_true", help="and which kernels take the time")
     arguments = parser.parse_args()
     name = torch.cuda.get_device_name() if CUDA else "CPU"
     began, size, given = time.perf_counter(), os.environ["WORLD_SIZE"], shlex.join(sys.argv[1:])
@@ -191,7 +180,7 @@ def main() -> None:
         # One model at a time: two do not fit.
         trained = make(who)
         for name, case in cases:
-            found = training(case, trained, arguments.rows, arguments.steps, arguments.profile)
+            found = training(case, trained, arguments.rows, arguments.steps)
             facts["cases"][name] = found
             facts["seconds"] = round(time.perf_counter() - began, 1)
             if trained.world.first:

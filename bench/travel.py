@@ -47,13 +47,6 @@ def collective(name: str, group: Group) -> Callable[[Tensor, Tensor], object]:
     return lambda y, x: getattr(dist, name)(y, x, group=group)
 
 
-def by_library(group: Group) -> tuple[Way, Way]:
-    """As the library does it: gradients leave in bfloat16 and are summed in float32."""
-    wide = WideSums(group.size())
-    sums = Way(lambda own, x: wide(own, x, group, None), wide.allocate)
-    return Way(collective(GATHER, group)), sums
-
-
 def in_float32(group: Group) -> tuple[Way, Way]:
     """As FSDP2 does it by itself: gradients leave in float32."""
     return Way(collective(GATHER, group)), Way(collective(REDUCE, group))
@@ -71,7 +64,7 @@ def silent(group: Group) -> tuple[Way, Way]:
     return Way(weights), sums
 
 
-WAYS = {"by the library": by_library, "gradients in float32": in_float32, "nothing sent": silent}
+WAYS = {"gradients in float32": in_float32, "nothing sent": silent}
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.several_gpus import CASES
-from bench.travel import COLLECTIVES, REDUCE
+from bench.travel import COLLECTIVES, GATHER, REDUCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +26,7 @@ def test_every_case_is_measured(tmp_path: Path) -> None:
     )
     # Of the embedding alone gradients leave in float32, of blocks in half the bytes.
     assert theirs[REDUCE] - ours[REDUCE] == pytest.approx(2 * ours["all_to_all_single"], abs=1e-5)
+    assert ours[GATHER] == theirs[GATHER] > 0
     assert not found["alone"]["sent_mb"]
     row = found["context and shards, one row, weights kept"]["sent_mb"]
     assert row["all_gather"] > 0
