@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -113,52 +112,3 @@ def test_what_a_case_raises_is_its_row(tmp_path, monkeypatch):
     whole.bench_train(whole.TrainBenchRun(model=("1M",), peer=("deltarule",), output=output))
     (row,) = json.loads(output.read_text())["rows"]
     assert row["error"] == "RuntimeError: out of memory"
-
-
-def test_the_note_tells_what_the_figures_say():
-    root = Path(__file__).parents[2] / "docs"
-    rows = json.loads((root / "figures/whole_models_h200.json").read_text())["rows"]
-    page = (root / "notes/2026-11-23-graphs.md").read_text()
-    told = {
-        "generate": ("ms_per_token", "graph_ms", "floor_ms"),
-        "train": ("ms", "gpu_ms"),
-        "sweep": ("cublas", "floor_us"),
-    }
-    # The last row of a case is the one that the note tells.
-    facts = ("O", "batch", "I", "mode")
-    latest = {}
-    for row in rows:
-        model, old = row.get("model", "").removesuffix("-big"), row["label"] == "old"
-        latest[row["what"], old, model, *map(row.get, facts)] = row
-    for (what, old, *_, mode), row in latest.items():
-        names = told[what][:1] if old or mode == "eager" else told[what]
-        for name in names:
-            cell = [f" {row[name]:.{digits}f} |" for digits in (1, 2)]
-            assert any(text in page for text in cell), (row["what"], row.get("model"), name, cell)
-
-
-def test_the_note_on_steps_tells_what_the_figures_say():
-    root = Path(__file__).parents[2] / "docs"
-    figures = json.loads((root / "figures/steps_h200.json").read_text())
-    page = (root / "notes/2026-11-23-steps.md").read_text()
-    told = [
-        row[name]
-        for part in ("decode", "train")
-        for row in figures[part]
-        for name in ("ms_per_token", "graph_ms", "gpu_ms")
-        if row["when"] in ("before", "after") and name in row
-    ]
-    kinds = [row["kinds_ms"] for row in figures["train"] if "kinds_ms" in row]
-    told += [value for kind in kinds for value in kind.values()]
-    products = [row["ms"] for row in figures["products_of_a_token"]["rows"][:3]]
-    for value in told + products:
-        assert f"{value:.2f}" in page, value
-
-
-def test_the_note_on_whole_runs_tells_what_the_figures_say():
-    root = Path(__file__).parents[2] / "docs"
-    page = (root / "notes/2026-11-27-whole-runs.md").read_text()
-    for name in ("", "_large", "_ours"):
-        report = json.loads((root / f"figures/bench_h200_train_compiled{name}.json").read_text())
-        for row in report["rows"]:
-            assert f"{row['eager_ms']:.3g}; {row['graph_ms']:.3g}" in page, row
