@@ -3,10 +3,9 @@
     python -m bench.scans --output FILE
 
 8x2048 tokens in bfloat16. Of layers over `selective_scan`, with 1024 channels, the operator alone
-is timed, with what a new layer gives it for random tokens, and gradients by all of it. sLSTM, a
-program a head and with heads split over programs, has gradients by its gates. All is called from
-Python: the authors' CUDA kernel (`pip install xlstm`) cannot be captured in a CUDA graph. Its first
-call compiles it, which takes half a minute.
+is timed, with what a new layer gives it for random tokens, and gradients by all of it; sLSTM has
+gradients by its gates. All is called from Python: the authors' CUDA kernel (`pip install xlstm`)
+cannot be captured in a CUDA graph. Its first call compiles it, which takes half a minute.
 """
 
 import importlib
@@ -33,7 +32,6 @@ SIDES = {"deltarule": "triton", "PyTorch": "torch"}
 LAYERS = ["lru", "rg_lru", "hgrn", "rwkv4", "mamba1", "signed_mamba1", "dfw", "longhorn_released"]
 # Of sLSTM, by their channels.
 SLSTM_HEADS = {64: 16, 256: 4}
-WHOLE = "deltarule, a program a head"
 
 
 def inputs_of(name: str, device: str, sizes: tuple[int, int, int]) -> ScanInputs:
@@ -108,8 +106,6 @@ def theirs(recurrent: Tensor) -> Operator:
 
 def slstm_case(channels: int, sizes: tuple[int, int] = (BATCH, TOKENS)) -> Case:
     """The result in float64 comes first, as the others are compared with the first."""
-    from deltarule.ops.slstm.triton import split
-
     heads, device = SLSTM_HEADS[channels], "cuda" if torch.cuda.is_available() else "cpu"
     gates = torch.randn(*sizes, 4, heads, channels, device=device).bfloat16()
     recurrent = torch.randn(heads, channels, 4, channels, device=device) / channels**0.5
@@ -118,14 +114,11 @@ def slstm_case(channels: int, sizes: tuple[int, int] = (BATCH, TOKENS)) -> Case:
     sides: dict[str, Operator] = {
         "float64": lambda x: ours(recurrent.double(), {"gates": x["gates"].double()})
     }
-    sides |= {WHOLE: ours_here, "deltarule": ours_here, "PyTorch": partial(ours_here, impl="torch")}
+    sides |= {"deltarule": ours_here, "PyTorch": partial(ours_here, impl="torch")}
     if find_spec("xlstm"):
         sides["xlstm"] = theirs(recurrent)
 
-    def within(side: str) -> "mock._patch[bool]":
-        return mock.patch.object(split, "SPLITS", side != WHOLE)
-
-    return Case({"gates": gates}, sides, captured=False, within=within)
+    return Case({"gates": gates}, sides, captured=False)
 
 
 CASES = {name: partial(scan_case, name) for name in LAYERS}

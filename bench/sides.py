@@ -10,7 +10,6 @@ each input.
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +32,6 @@ class Case(NamedTuple):
     more_bytes: Of the forward pass and of the backward pass, beside those of the rule.
     captured: Whether calls are timed in a CUDA graph; else as they are launched from Python.
     turns: Calls after which a side is back at the tensors of its first; a graph holds all of them.
-    within: What holds while a side, by its name, is at work.
     """
 
     inputs: Mapping[str, Tensor]
@@ -43,7 +41,6 @@ class Case(NamedTuple):
     backward: bool = True
     captured: bool = True
     turns: int = 1
-    within: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def milliseconds(self, run: timing.Run) -> float:
         if self.captured:
@@ -92,18 +89,17 @@ def figures(case: Case, bandwidth: float, rate: float) -> Iterator[tuple[str, st
     for side, run in case.sides.items():
         for both in (False, True) if case.backward else (False,):
             try:
-                with case.within(side):
-                    o = timing.outputs(run, case.inputs, None)["o"]
-                    torch.manual_seed(0)
-                    weight = torch.randn(o.shape, device=o.device).to(o.dtype) if both else None
-                    call = partial(timing.outputs, run, case.inputs, weight)
-                    found = call()
-                    floor = case.floor_ms(o, both, bandwidth, rate)
-                    row: results.Row = {"ms": case.milliseconds(call), "floor_ms": floor}
-                    row["extra_MiB"] = timing.extra_mib(call)
-                    if both:
-                        first = first or found
-                        row["apart"] = max(apart(found[name], y) for name, y in first.items())
+                o = timing.outputs(run, case.inputs, None)["o"]
+                torch.manual_seed(0)
+                weight = torch.randn(o.shape, device=o.device).to(o.dtype) if both else None
+                call = partial(timing.outputs, run, case.inputs, weight)
+                found = call()
+                floor = case.floor_ms(o, both, bandwidth, rate)
+                row: results.Row = {"ms": case.milliseconds(call), "floor_ms": floor}
+                row["extra_MiB"] = timing.extra_mib(call)
+                if both:
+                    first = first or found
+                    row["apart"] = max(apart(found[name], y) for name, y in first.items())
             # A peer that fails is a figure too.
             except Exception as error:
                 row = {"error": reason(error)}
