@@ -31,20 +31,17 @@ class Case(NamedTuple):
     operations: Of both passes, a third of them forward.
     more_bytes: Of the forward pass and of the backward pass, beside those of the rule.
     captured: Whether calls are timed in a CUDA graph; else as they are launched from Python.
-    turns: Calls after which a side is back at the tensors of its first; a graph holds all of them.
     """
 
     inputs: Mapping[str, Tensor]
     sides: Mapping[str, timing.Operator]
     operations: int = 0
     more_bytes: tuple[int, int] = (0, 0)
-    backward: bool = True
     captured: bool = True
-    turns: int = 1
 
     def milliseconds(self, run: timing.Run) -> float:
         if self.captured:
-            return timing.graph_ms([run] * self.turns, REPEATS)
+            return timing.graph_ms([run], REPEATS)
         once = min(timing.event_times([run], 2))
         return once if once > LONG_MS else timing.eager_ms([run], REPEATS)
 
@@ -87,7 +84,7 @@ def figures(case: Case, bandwidth: float, rate: float) -> Iterator[tuple[str, st
     """
     first: dict[str, Tensor] = {}
     for side, run in case.sides.items():
-        for both in (False, True) if case.backward else (False,):
+        for both in (False, True):
             try:
                 o = timing.outputs(run, case.inputs, None)["o"]
                 torch.manual_seed(0)

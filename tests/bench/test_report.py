@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import decode, neighbours, report, results, scans, sides, table, timing
+from bench import neighbours, report, results, scans, sides, table, timing
 from bench.cases import SHAPES
 from bench.command import case
 from bench_example import example_report
@@ -85,7 +85,7 @@ def test_each_figure_is_a_line_and_the_report_is_written_again(tmp_path, capsys)
     assert not any("\n" in results.brief(row) for row in rows)
 
 
-@pytest.mark.parametrize("program", [decode, neighbours, scans])
+@pytest.mark.parametrize("program", [neighbours, scans])
 def test_a_program_is_run_from_the_command_line(program, tmp_path, monkeypatch):
     path, about = tmp_path / "figures.json", program.__doc__
     monkeypatch.setattr("sys.argv", ["", "--output", str(path)])
