@@ -169,24 +169,20 @@ def measure(plan: dict[str, list[Row]], impl: str, repeats: int, limit: float, o
 
 
 def measured(setting: Setting, cases: list[Row], limit: float) -> Iterator[tuple[Row, Row]]:
-    """Cases in one process as long as it lives; cold ones each in a new one, with empty caches."""
+    """Every case with its figures, or with the reason why it has none.
+
+    They share a process as long as it lives; cold ones have each a new one, with empty caches.
+    """
     known = adapters.PEERS.get(setting.peer)
-    environment = dict(known.environment) if known else {}
+    own = dict(known.environment) if known else {}
     warm = [case for case in cases if case["kind"] != "cold"]
-    yield from measured_apart(setting, warm, limit, environment)
-    for cold in (case for case in cases if case["kind"] == "cold"):
+    cold = [case for case in cases if case["kind"] == "cold"]
+    for some in (warm, *([case] for case in cold)):
         with tempfile.TemporaryDirectory() as folder:
-            fresh = environment | empty_caches(Path(folder))
-            yield from measured_apart(setting, [cold], limit, fresh)
-
-
-def measured_apart(
-    setting: Setting, cases: list[Row], limit: float, environment: dict[str, str]
-) -> Iterator[tuple[Row, Row]]:
-    """Every case with its figures, or with the reason why it has none."""
-    work = partial(attempt, setting=setting)
-    for done in each_apart(work, cases, limit_s=limit, environment=environment):
-        yield done.task, {"error": done.error} if done.value is None else done.value
+            environment = own if some is warm else own | empty_caches(Path(folder))
+            work = partial(attempt, setting=setting)
+            for done in each_apart(work, some, limit_s=limit, environment=environment):
+                yield done.task, {"error": done.error} if done.value is None else done.value
 
 
 def empty_caches(folder: Path) -> dict[str, str]:

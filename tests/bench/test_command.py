@@ -7,6 +7,7 @@ from bench import adapters, command, cpu
 from bench.cases import OPERATIONS, SHAPES
 from bench.command import BenchRun, ModelBenchRun
 from deltarule.cli import FAILED, main
+from deltarule.processes import Done
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
 
@@ -121,25 +122,22 @@ def test_installed_peers_are_compared():
     assert command.chosen_peers(("fla", "deltarule"), ("torch",)) == ["fla", "deltarule"]
 
 
-def fake_measured(calls):
-    def measured_apart(setting, cases, limit, environment):
-        calls.append((setting.peer, [case["kind"] for case in cases], dict(environment)))
-        for case in cases:
-            if case["kind"] == "ceilings":
-                yield case, {"device": "Example GPU", "copy_TB_s": 4.2, "matrix_TFLOP_s": 780.0}
-            elif case["kind"] == "time" and not case["backward"]:
-                yield case, {"forward": {"graph_ms": 1.0, "eager_ms": 2.0}}
-            else:
-                yield case, {"error": "it crashed"}
-
-    return measured_apart
-
-
 @pytest.fixture
 def calls(monkeypatch):
     """What is measured, by which peer, without a GPU."""
     calls = []
-    monkeypatch.setattr(command, "measured_apart", fake_measured(calls))
+
+    def each_apart(work, cases, *, limit_s, environment):
+        calls.append((work.keywords["setting"].peer, [case["kind"] for case in cases], environment))
+        for case in cases:
+            if case["kind"] == "ceilings":
+                yield Done(case, {"device": "Example GPU", "copy_TB_s": 4.2, "matrix_TFLOP_s": 780})
+            elif case["kind"] == "time" and not case["backward"]:
+                yield Done(case, {"forward": {"graph_ms": 1.0, "eager_ms": 2.0}})
+            else:
+                yield Done(case, error="it crashed")
+
+    monkeypatch.setattr(command, "each_apart", each_apart)
     monkeypatch.setattr(command, "need_gpu", lambda: None)
     return calls
 

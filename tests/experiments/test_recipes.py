@@ -88,26 +88,6 @@ def test_models_can_be_built(name):
     assert kinds == {MIXERS[layer] for layer in RECIPES[name].model.layer_types}
 
 
-def test_head_sizes_of_the_papers():
-    """001: heads of 128 channels; 002: keys of 3/4 and values of 3/2 of the stream in 9 heads."""
-    with torch.device("meta"):
-        deltanet = CausalLM(RECIPES["deltanet_1b3"].model).blocks[0].mixer
-        gated, window = (
-            CausalLM(RECIPES["gated_deltanet_h1_1b3"].model).blocks[i].mixer for i in (0, 1)
-        )
-    assert (deltanet.num_heads, deltanet.head_k_dim, deltanet.head_v_dim) == (16, 128, 128)
-    assert (deltanet.conv_size, deltanet.g_proj) == (4, None)
-    assert (gated.num_heads, gated.head_k_dim, gated.head_v_dim) == (9, 192, 384)
-    assert (window.num_heads, window.head_dim, window.window) == (18, 128, 2048)
-
-
-def test_training_of_the_papers():
-    first, second = RECIPES["deltanet_340m"].training, RECIPES["gated_deltanet_1b3"].training
-    assert (first.first_learning_rate, first.final_learning_rate) == (3e-5, 3e-5)
-    assert (first.tokens, first.batch_tokens, first.learning_rate) == (15e9, 0.5e6, 3e-4)
-    assert (second.tokens, second.learning_rate, second.weight_decay) == (100e9, 4e-4, 0.1)
-
-
 def test_the_page_holds_the_tables():
     page = PAGE.read_text()
     for table in (patterns(), recipes(), unknowns()):

@@ -1,9 +1,5 @@
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
-from torch import nn
 
 from bench import adapters
 from deltarule.models import ModelConfig, count_parameters
@@ -48,29 +44,18 @@ def test_what_does_not_run_is_told_and_the_other_lengths_go_on(monkeypatch, tmp_
     assert figures["32"]["tokens_per_s"] > 0
 
 
-class FakeModel(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, 8)
-
-    def forward(self, text, labels, use_cache):
-        return SimpleNamespace(loss=self.embedding(text).float().mean())
-
-
-def fake_config(**options):
-    assert options["num_heads"] == 9
-    assert options["attn"]["window_size"] == 2048
-    return SimpleNamespace(**options)
-
-
 def test_a_model_of_fla_is_built_from_the_same_sizes(monkeypatch, tmp_path):
-    fake = SimpleNamespace(GatedDeltaNetConfig=fake_config, GatedDeltaNetForCausalLM=FakeModel)
-    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(models=fake))
-    monkeypatch.setitem(sys.modules, "fla.models", fake)
+    def built(prefix, ours, options, device):
+        assert (prefix, ours, options) == (
+            "GatedDeltaNet",
+            TINY,
+            FLA["gated_deltanet_h1"]["options"],
+        )
+        return throughput.build_ours(ours, device)
+
+    monkeypatch.setattr(throughput, "build_fla", built)
     monkeypatch.setenv("FLA_FLASH_QLA", "")
-    figures = timed("fla", tmp_path)
-    assert figures["16"]["parameters"] == 64 * 8
+    assert timed("fla", tmp_path)["16"]["parameters"] == count_parameters(TINY)
 
 
 @pytest.mark.parametrize("installed", [False, True])
