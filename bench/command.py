@@ -12,8 +12,7 @@ import torch
 
 from bench import adapters, cpu, model, results
 from bench.cases import CHECKED, CHECKED_STEP, OPERATIONS, SHAPES, TINY, TRAIN, pick
-from bench.report import draw_figure, timings
-from bench.table import show
+from bench.report import draw_figure, tables, timings
 from bench.worker import Setting, attempt
 from deltarule.ops.dispatch import Impl
 from deltarule.processes import each_apart
@@ -164,7 +163,7 @@ def measure(plan: dict[str, list[Row]], impl: str, repeats: int, limit: float, o
         for one in measured(Setting(peer, impl, "cuda", repeats), cases, limit)
     )
     report = results.file_each(results.new_report(sys.argv[1:]), found, output)
-    show(report)
+    print("\n".join(tables([report])))
     return report
 
 

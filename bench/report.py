@@ -3,7 +3,7 @@
 The page keeps what stands outside the two marks; what is between them is written anew.
 """
 
-import argparse
+import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +12,6 @@ from bench.adapters import OURS
 from bench.cases import LONG, NARROW, OPERATIONS, TRAIN, WIDE, Shape
 from bench.markdown import markdown_table, write_between
 from bench.results import PASSES, load
-from bench.table import NOTHING, OTHERS, number
 from deltarule.train.extra import require
 from deltarule.train.figures import DARK, INK, LIGHT, MIDDLE, new_figure, save
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = dict[str, Any]
+Cells = list[str]
 
 # Columns and bars beside ours, with their heads.
 PEERS = {"fla": "FLA", "flash_qla": "FlashQLA", "flashinfer": "FlashInfer"}
@@ -30,6 +30,9 @@ SHOWN = (TRAIN, LONG, NARROW, WIDE)
 WIDTH, BAR, GAP, MARGIN = 8.0, 0.2, 0.22, 1.2
 # Runs of the same kernel on two machines differ by less.
 REPEATS_WITHIN = 0.02
+# Title, heads and keys of figures, by the kind of rows that are no timed passes.
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+NOTHING = "-"
 
 
 class Timing(NamedTuple):
@@ -120,7 +123,7 @@ def told(time: tuple[float, float | None] | None) -> str:
 def other_tables(reports: Sequence[Row]) -> list[str]:
     """Errors, host times, first calls and whole models of each GPU, from the newest run of it."""
     lines: list[str] = []
-    for kind, (title, heads, line_of) in OTHERS.items():
+    for kind, table in TABLES.items():
         newest: dict[str, dict[tuple[Any, ...], Row]] = {}
         for report in by_date(reports):
             of_device = newest.setdefault(str(report["device"]), {})
@@ -131,22 +134,57 @@ def other_tables(reports: Sequence[Row]) -> list[str]:
             # Peers of a case one below the other, in the order in which the cases came.
             cases = list(dict.fromkeys(key[:-1] for key in rows))
             rows = dict(sorted(rows.items(), key=lambda item: cases.index(item[0][:-1])))
-            if cells := [line_of(row) for row in rows.values() if "error" not in row]:
-                head = f"## {title[0].upper()}{title[1:]}, {device}"
-                lines += ["", head, "", markdown_table(heads, cells)]
+            shown = [row for row in rows.values() if "error" not in row]
+            if cells := [line_of(table["figures"], row) for row in shown]:
+                head = f"## {table['title']}, {device}"
+                lines += ["", head, "", markdown_table(table["heads"], cells)]
     return lines
 
 
+def tables(reports: Sequence[Row]) -> list[str]:
+    """Lines of Markdown with all figures of these reports, in any order."""
+    lines: list[str] = []
+    for name, passes in by_device(reports).items():
+        lines += ["", f"## Operators, milliseconds, {name}", "", operator_table(passes)]
+    return lines + other_tables(reports)
+
+
+def label(row: Row) -> str:
+    """What a row of a table of several operators is about."""
+    if row["kind"] == "model":
+        return f"{row['batch']}x{row['tokens']}"
+    if row["kind"] in ("generate", "train"):
+        sizes = [str(row[name]) for name in ("batch", "rows", "tokens") if name in row]
+        return ", ".join(filter(None, [row["model"], "x".join(sizes)]))
+    return OPERATIONS[row["operation"]].title
+
+
+def number(value: float | None) -> str:
+    """Three significant figures, and no exponent for what is read as a count."""
+    if value is None:
+        return NOTHING
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def line_of(figures: Cells, row: Row) -> Cells:
+    """What a row is about, the peer, and its figures; of errors o, state and worst gradient."""
+    if row["kind"] != "error":
+        return [label(row), row["peer"], *(number(row.get(key)) for key in figures)]
+    errors = row["errors"]
+    gradients = {name: x for name, x in errors.items() if name.startswith("grad")}
+    worst = max(gradients, key=lambda name: gradients[name], default=None)
+    told = f"{worst.removeprefix('grad ')} {gradients[worst]:.1e}" if worst else NOTHING
+    cells = [f"{errors[name]:.1e}" if name in errors else NOTHING for name in figures]
+    return [label(row), row["peer"], *cells, told]
+
+
 def write_page(reports: Sequence[Row], page: Path, picture: Path) -> None:
-    """Draw the picture and write the figures of these reports, in any order, into the page."""
-    found = by_device(reports)
-    device = next(iter(found))
-    draw_figure(found[device], picture, device)
+    """Draw the picture and write the figures of these reports into the page."""
+    device, passes = next(iter(by_device(reports).items()))
+    draw_figure(passes, picture, device)
     link = picture.resolve().relative_to(page.resolve().parent)
     lines = [f"![Milliseconds of the operators and of other packages]({link.as_posix()})"]
-    for name, passes in found.items():
-        lines += ["", f"## Operators, milliseconds, {name}", "", operator_table(passes)]
-    lines += [*other_tables(reports), "", "## Runs", ""]
+    lines += [*tables(reports), "", "## Runs", ""]
     for report in by_date(reports):
         versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
         lines.append(f"- {report['date']}, {report['device']}; {versions}: `{report['command']}`")
@@ -196,11 +234,7 @@ def draw_panel(axes: "Axes", panel: Sequence[Timing]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write docs/performance.md from raw figures.")
-    parser.add_argument("reports", type=Path, nargs="*", help="default: docs/figures/bench_*.json")
-    parser.add_argument("--page", type=Path, default=Path("docs/performance.md"))
-    parser.add_argument("--picture", type=Path, default=Path("docs/figures/bench.png"))
-    options = parser.parse_args()
-    paths = options.reports or sorted(Path("docs/figures").glob("bench_*.json"))
-    write_page([load(path) for path in paths], options.page, options.picture)
-    print(f"{options.page} from {', '.join(map(str, paths)) or 'no report'}")
+    docs = Path("docs")
+    paths = sorted(docs.glob("figures/bench_*.json"))
+    write_page([*map(load, paths)], docs / "performance.md", docs / "figures/bench.png")
+    print(f"{docs / 'performance.md'} from {len(paths)} reports")
