@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from bench import adapters, timing
-from bench.cases import OPERATIONS, Operation, Shape, Tensors, draw
+from bench.cases import OPERATIONS, Shape, Tensors, draw
 from bench.results import BOTH, FORWARD
 from deltarule.doctor.bars import relative_rms
-from deltarule.ops.delta_rule import definition
 from deltarule.processes import gpu_is_lost
 
 # Inputs of all runs together exceed the cache of any GPU so far, up to a number of copies.
@@ -138,16 +137,16 @@ def cold_case(case: Row, setting: Setting) -> Row:
 
 def error_case(case: Row, setting: Setting) -> Row:
     """Relative RMS error of o, the final state and every gradient against the float64 loop."""
-    operation = OPERATIONS[case["operation"]]
-    inputs = draw(operation, Shape(*case["shape"]), device=setting.device, seed=1)
-    side = adapters.side(setting.peer, case["operation"], setting.impl)
+    name = case["operation"]
+    inputs = draw(OPERATIONS[name], Shape(*case["shape"]), device=setting.device, seed=1)
+    side, exactly = adapters.side(setting.peer, name, setting.impl), adapters.exact_side(name)
 
     def errors(with_gradients: bool) -> Row:
-        exact = results(partial(reference, operation), widened(inputs), with_gradients)
+        exact = results(exactly.through, widened(inputs), with_gradients)
         found = results(side.through, inputs, with_gradients)
-        return {name: relative_rms(found[name], exact[name]) for name in exact if name in found}
+        return {x: relative_rms(found[x], exact[x]) for x in exact if x in found}
 
-    if case["operation"] == "decode" or side.entry.no_backward is not None:
+    if name == "decode" or side.entry.no_backward is not None:
         return {"errors": errors(with_gradients=False)}
     try:
         return {"errors": errors(with_gradients=True)}
@@ -175,21 +174,6 @@ def results(
         gradients = torch.autograd.grad(o, list(leaves.values()), grad)
         named |= {f"grad {name}": x for name, x in zip(leaves, gradients, strict=True)}
     return named
-
-
-def reference(operation: Operation, inputs: Tensors) -> tuple[Tensor, Tensor | None]:
-    q, k, v = (inputs[name] for name in "qkv")
-    log_decay = inputs.get("log_decay")
-    if operation is OPERATIONS["softmax"]:
-        attend = torch.nn.functional.scaled_dot_product_attention
-        o = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
-        return o.transpose(1, 2), None
-    if operation.erase == "free":
-        return definition.dplr(q, k, v, a=inputs["a"], b=inputs["b"], log_decay=log_decay)
-    return definition.delta_rule(
-        q, k, v, beta=inputs.get("beta"), log_decay=log_decay, n_steps=operation.n_steps,
-        initial_state=inputs.get("state"),
-    )  # fmt: skip
 
 
 def ceilings_case(case: Row, setting: Setting) -> Row:

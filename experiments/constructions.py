@@ -43,8 +43,6 @@ def rotation_matrices(group: Group) -> Matrix:
     A turn by 2 pi / n about one axis and a half turn about another make a turn by 2 pi / 3 if the
     cosine between the axes is 1 / (2 sin(pi / n)).
     """
-    if group not in TRIANGLES:
-        raise ValueError(f"group must be one of {', '.join(TRIANGLES)}, got {group!r}")
     cycle, swap = (int((elements(group) == p).all(axis=1).argmax()) for p in TRIANGLES[group])
     angle = 2 * np.pi / elements(group).shape[1]
     cosine = 1 / (2 * np.sin(angle / 2))

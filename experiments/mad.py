@@ -39,11 +39,6 @@ class Autoencoder(CausalLM):
     def __init__(self, config: ModelConfig) -> None:
         """Build encoder and decoder; their weights come from the global random state."""
         size = config.hidden_size
-        if size < 4 or size % 2:
-            raise ValueError(
-                f"hidden_size must be even and 4 or more: half of it is for sines, half for "
-                f"cosines; got {size}"
-            )
         super().__init__(config)
         self.decoder = nn.Sequential(
             nn.LayerNorm(size), nn.Linear(size, size), nn.GELU(), nn.LayerNorm(size),

@@ -1,12 +1,11 @@
 """`deltarule reproduce`: an experiment from its data to its report, and on after a stop."""
 
-import itertools
 import math
 import shlex
 import shutil
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -17,6 +16,7 @@ import torch
 
 import deltarule
 from bench.results import versions
+from deltarule.config_file import flat
 from deltarule.nearest import nearest
 from deltarule.nn.checks import check_least
 from deltarule.train.device import choose_device
@@ -192,8 +192,9 @@ class Reproduction:
             return
         self.records[cell.name] = record
         count = f"[{len(self.records)}/{len(self.cells)}]"
-        error = record["error"]
-        outcome = brief(record["figures"]) if error is None else f"FAILED, {error}"
+        error, found = record["error"], flat(record["figures"]).items()
+        numbers = [f"{name} {x:.4g}" for name, x in found if isinstance(x, int | float)]
+        outcome = ", ".join(numbers[:3]) if error is None else f"FAILED, {error}"
         print(f"{count} {cell.name}: {outcome} ({record['seconds']:,.0f} s)", flush=True)
 
     def kept(self) -> str:
@@ -276,21 +277,3 @@ def command_line(run: ReproduceRun) -> str:
     words += [] if run.data is None else ["--data", run.data]
     words += [] if run.device == "auto" else ["--device", run.device]
     return shlex.join(words)
-
-
-def brief(figures: Record) -> str:
-    """The first three numbers of nested figures, with their names.
-
-    Examples:
-        >>> brief({"evaluations": {"length 64": {"accuracy": 0.99853}}, "steps": 2000})
-        'length 64 accuracy 0.9985, steps 2000'
-    """
-
-    def numbers(value: Any, names: tuple[str, ...]) -> Iterator[str]:
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                yield from numbers(inner, (*names, name))
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{' '.join(names[-2:])} {value:.4g}"
-
-    return ", ".join(itertools.islice(numbers(figures, ()), 3)) or "done"

@@ -116,21 +116,14 @@ class TaskCell(TrainedCell):
     examples: int | None = None
     """A fixed set of this many rows, in a new order every epoch; None draws new rows for ever."""
 
-    def __post_init__(self) -> None:
-        if not self.evaluations:
-            raise ValueError("evaluations must hold one or more, got none")
-        self.training_rows()
-
-    def training_rows(self) -> Rows:
-        return Rows(self.training, self.rows, self.examples, self.curriculum)
-
     def rows_of(self) -> ModuleType:
         return load_task(self.task)
 
     def lessons(self, ahead: bool) -> Lessons:
         watched = Rows(self.evaluations[0].config, self.watched_rows)
+        rows = Rows(self.training, self.rows, self.examples, self.curriculum)
         job = LabelledJob(
-            self.rows_of(), self.training_rows(), watched,
+            self.rows_of(), rows, watched,
             seed=self.loop.seed, accumulate=self.loop.accumulate, ahead=ahead,
         )  # fmt: skip
         measures = {one.label: partial(self.measure, one) for one in self.evaluations}

@@ -19,7 +19,6 @@ from torch import Tensor
 from deltarule.models import CausalLM, ModelConfig, count_parameters, next_token_loss
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.nn import MIXERS
-from deltarule.nn.checks import check_least, check_multiple
 from deltarule.tasks.batch import Batch
 from deltarule.train.data import Array, Corpus, encode_documents
 from deltarule.train.device import to_device, tokens_at_once
@@ -138,17 +137,6 @@ class TextCell(TrainedCell):
     """Bytes to predict for each of `lengths`, at most."""
     watched_bytes: int = 65_536
     """Bytes to predict for each point of the curve, at most."""
-
-    def __post_init__(self) -> None:
-        check_least(self, 1, "length", "rows", "held_out_bytes", "watched_bytes")
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"lengths must be numbers of 1 or more, got {self.lengths}")
-        check_multiple("rows", self.rows, "accumulate", self.loop.accumulate)
-        if self.model.vocab_size != VOCAB_SIZE:
-            raise ValueError(
-                f"model.vocab_size must be {VOCAB_SIZE}, for bytes and the begin of a document, "
-                f"got {self.model.vocab_size}"
-            )
 
     def lessons(self, ahead: bool) -> Lessons:
         read = read_pinned_text() if self.data is None else read_documents(self.data)

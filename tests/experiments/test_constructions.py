@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from deltarule.tasks.groups import running_products
-from experiments.constructions import Construction, rotation_matrices
+from experiments.constructions import Construction
 
 # The writes for a token that each group needs, by the way it acts.
 WRITES = {
@@ -34,8 +34,3 @@ def test_one_write_too_few_is_not_enough():
         fixed = construction.matrices - np.eye(construction.matrices.shape[1])
         ranks = [np.linalg.matrix_rank(matrix, tol=1e-9) for matrix in fixed]
         assert [len(keys) for keys in construction.reflections] == ranks
-
-
-def test_groups_without_rotations_are_refused():
-    with pytest.raises(ValueError, match="group must be one of S_4, A_5, got 'S_5'"):
-        rotation_matrices("S_5")

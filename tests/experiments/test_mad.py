@@ -1,6 +1,5 @@
 import dataclasses
 
-import pytest
 import torch
 
 from deltarule.models import CausalLM, ModelConfig
@@ -40,13 +39,6 @@ def test_positions_are_sines_and_cosines_of_growing_wavelengths():
     assert torch.allclose(table[:, 0], places.sin())
     assert torch.allclose(table[:, 4], places.cos())
     assert torch.allclose(table[:, 3], (places / 10_000).sin(), atol=1e-6)
-
-
-@pytest.mark.parametrize("size", [2, 33])
-def test_an_autoencoder_needs_room_for_positions(size):
-    config = dataclasses.replace(CONFIG, hidden_size=size, num_heads=1, head_k_dim=2, head_v_dim=2)
-    with pytest.raises(ValueError, match=f"hidden_size must be even and 4 or more.*got {size}"):
-        Autoencoder(config)
 
 
 def test_an_autoencoder_learns(tmp_path):

@@ -6,8 +6,8 @@ import math
 import re
 import shutil
 import statistics
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,10 @@ class Tables:
         found = [r for r in self.rows[form] if column in r and set(row) <= set(r.values())]
         assert len(found) == 1, (form, column, row)
         return numbers(found[0][column])
+
+    def at(self, form: str, column: str, place: int = 0) -> Callable[..., float]:
+        """One number of the cell of this column in a row."""
+        return lambda *row: self(form, column, *row)[place]
 
     def column(self, form: str, column: str, *row: str) -> list[Numbers]:
         """The numbers of a column in all rows that have these cells."""
@@ -121,12 +125,10 @@ def test_a_page_says_which_cells_ran(more, told, left):
 
 def mqar(t: Tables) -> Claims:
     recurrent = ("Gated DeltaNet", "Mamba-2", "GLA", "RetNet", "Linear attention")
+    gpu, narrow = (t.at("gpu", f"ours, width {width}") for width in (128, 64))
 
     def laptop(*systems: str) -> Numbers:
         return [t("laptop", f"ours, width {w}", s)[0] for s in systems for w in (32, 64)]
-
-    def gpu(system: str, width: int = 128) -> float:
-        return t("gpu", f"ours, width {width}", system)[0]
 
     yield "DeltaNet solves the task at both widths", min(laptop("DeltaNet")) > 99
     yield "ends at 41 % or below, where chance is 12.5 %", 40 < max(laptop(*recurrent)) <= 41
@@ -149,8 +151,8 @@ def mqar(t: Tables) -> Claims:
     learned = [x > 0.9 for x in of(figures("mqar-gpu", "attention"))]
     yield "at one of its two learning rates only", sorted(learned) == [False, False, True, True]
     yield f"reach {gpu('DeltaNet')} % at width 128", gpu("DeltaNet") == gpu("Gated DeltaNet")
-    narrow = gpu("DeltaNet", 64), gpu("Gated DeltaNet", 64)
-    yield "DeltaNet reaches {:.0f} % and Gated DeltaNet {:.0f} %".format(*narrow)
+    reached = narrow("DeltaNet"), narrow("Gated DeltaNet")
+    yield "DeltaNet reaches {:.0f} % and Gated DeltaNet {:.0f} %".format(*reached)
     cells = raw("mqar-published")
     yield "Ten of its 96 cells", len(cells) == 10
 
@@ -175,17 +177,13 @@ def mqar(t: Tables) -> Claims:
 
 
 def mad(t: Tables) -> Claims:
-    def ours(task: str, layer: str, form: str = "gpu") -> float:
-        return t(form, "accuracy", task, layer)[0]
-
-    def published(task: str, layer: str) -> float:
-        return t("gpu", "published mean of all settings", task, layer)[0]
-
+    ours, laptop = t.at("gpu", "accuracy"), t.at("laptop", "accuracy")
+    published = t.at("gpu", "published mean of all settings")
     recall, copying = ("In-context recall", "Noisy recall"), "Selective copying, 128 tokens"
     solved = t.column("laptop", "accuracy", recall[0])
     yield "all three layers solve in-context recall", solved == [[100.0]] * 3
-    yield f"linear attention ends at {ours(copying, 'Linear attention', 'laptop'):.0f} %"
-    rest = [ours(copying, x, "laptop") for x in ("Softmax attention", "DeltaNet")]
+    yield f"linear attention ends at {laptop(copying, 'Linear attention'):.0f} %"
+    rest = [laptop(copying, x) for x in ("Softmax attention", "DeltaNet")]
     yield "softmax attention and DeltaNet at 99 % or above", round(min(rest)) >= 99
     right = [x[0] for task in recall for x in t.column("gpu", "answers right", task)]
     yield "at least 99.8 %", min(right) >= 99.8
@@ -309,15 +307,13 @@ def groups(t: Tables) -> Claims:
 
 def extrapolation(t: Tables) -> Claims:
     ends = ("1,024", "32,768")
+    laptop, change = t.at("laptop", "change"), t.at("gpu", "change")
 
     def at(system: str, position: str) -> float:
         return t("gpu", f"at {position}", system)[0]
 
     def gap(system: str, position: str) -> float:
         return at(system, position) - at("Gated DeltaNet", position)
-
-    def change(form: str, system: str) -> float:
-        return t(form, "change", system)[0]
 
     def by_length(name: str) -> Numbers:
         far = [*raw("extrapolation-gpu")[name]["figures"]["evaluations"].values()][1]
@@ -328,13 +324,13 @@ def extrapolation(t: Tables) -> Claims:
         read = f"{cell['length']:,} bytes and read {'on rows of' if form == 'laptop' else 'to'}"
         held = count.startswith(("one", "two")[seeds_of(f"extrapolation-{form}") - 1])
         yield f"rows of {read} {cell['lengths'][1]:,}, {count}", held
-    yield f"Softmax attention loses {change('laptop', 'Softmax attention'):.1f} bits"
-    yield f"DeltaNet loses {change('laptop', 'DeltaNet'):.2f} bits"
-    decayed = [change("laptop", x) for x in ("Gated DeltaNet", "Mamba-2")]
+    yield f"Softmax attention loses {laptop('Softmax attention'):.1f} bits"
+    yield f"DeltaNet loses {laptop('DeltaNet'):.2f} bits"
+    decayed = [laptop(x) for x in ("Gated DeltaNet", "Mamba-2")]
     yield f"rises by {min(decayed):.2f} to {max(decayed) + 1e-9:.2f}"
-    yield f"Softmax attention loses {change('gpu', 'Softmax attention'):.1f} bits"
+    yield f"Softmax attention loses {change('Softmax attention'):.1f} bits"
     others = ("Linear attention", "DeltaNet", "Gated DeltaNet", "Mamba-2", "DeltaProduct")
-    yield "change by less than 0.1 bits", max(abs(change("gpu", x)) for x in others) < 0.1
+    yield "change by less than 0.1 bits", max(abs(change(x)) for x in others) < 0.1
     yield "grows from {:.3f} bits at 1,024 to {:.3f} at 32,768".format(
         *(gap("DeltaNet", x) for x in ends)
     )
@@ -492,8 +488,8 @@ def speedup(t: Tables) -> Claims:
 
 
 def ablation(t: Tables) -> Claims:
-    def loss(variant: str, form: str = "gpu", layer: str = "DeltaNet") -> float:
-        return t(form, "bits per byte", layer, variant)[0]
+    def loss(variant: str, form: str = "gpu") -> float:
+        return t(form, "bits per byte", "DeltaNet", variant)[0]
 
     order = ("L2, 1+ELU", "L2, SiLU", "L2, ReLU", "L1, 1+ELU")
     ours = [loss(x) for x in order]
@@ -520,12 +516,10 @@ def ablation(t: Tables) -> Claims:
 
 
 def memory(t: Tables) -> Claims:
-    def error(rule: str, column: str) -> float:
-        return t("laptop", column, rule)[0]
+    def error(rule: str, column: str, place: int = 0) -> float:
+        return t("laptop", column, rule)[place]
 
-    def found(rule: str, column: str) -> float:
-        return t("laptop", column, rule)[3]
-
+    found = partial(error, place=3)
     ages = {name: cell["figures"]["by_age"] for name, cell in raw("memory-laptop").items()}
     old, total = ages["deltanet"], "Linear attention"
     sums = [error(total, f"random, {n}") * 64 / (n - 1) for n in (32, 64, 128)]

@@ -40,9 +40,3 @@ def test_a_wrong_baseline_is_no_result(monkeypatch, tmp_path):
     monkeypatch.setattr(speedup, "by_definition", lambda x: 1.1 * speedup.by_library(x))
     with pytest.raises(ValueError, match="must compute the same"):
         SMALL.run(tmp_path / "cell", CPU)
-
-
-@pytest.mark.parametrize("change", [{"head": 24}, {"lengths": (48,)}])
-def test_sizes_that_do_not_divide_are_refused(change):
-    with pytest.raises(ValueError, match="must divide"):
-        SpeedupCell(**(vars(SMALL) | change))

@@ -77,17 +77,3 @@ def test_training_ends_once_it_is_good_enough(tmp_path):
     figures = replace(CELL, stop_at=0.0).run(tmp_path, CPU)
     assert (figures["steps"], figures["stopped_early"]) == (4, True)
     assert [point[0] for point in figures["curve"]] == [4]
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"evaluations": ()}, "evaluations must hold one"),
-        ({"examples": 31}, "examples must be None or at least the 32 rows"),
-        ({"rows": 0}, "count must be 1 or more"),
-        ({"examples": 99, "curriculum": Curriculum(2, 3, 0.1)}, "examples must be None with"),
-    ],
-)
-def test_what_no_cell_can_do_is_refused(changes, says):
-    with pytest.raises(ValueError, match=says):
-        replace(CELL, **changes)

@@ -56,20 +56,6 @@ def test_it_trains_and_measures_by_position(cell, tmp_path):
     assert mean == pytest.approx(far["bits_per_byte"])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"length": 0}, "length must be 1 or more"),
-        ({"lengths": ()}, "lengths must be"),
-        ({"rows": 5, "loop": LoopOptions(accumulate=2)}, "multiple of accumulate=2"),
-        ({"model": dataclasses.replace(MODEL, vocab_size=512)}, "vocab_size must be 257"),
-    ],
-)
-def test_senseless_settings_are_refused(cell, change, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(cell, **change)
-
-
 def test_an_mlp_cannot_make_a_model_smaller():
     with pytest.raises(ValueError, match="parameters must be at least"):
         equal_size(text_model("gated_deltanet", "laptop"), 1000)
