@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from deltarule.nn import MIXERS, RULES, Mixer
-from deltarule.nn.rule import Projections, Rule
+from deltarule.nn import MIXERS, RULES, Mixer, State
+from deltarule.nn.layout import make_layout
+from deltarule.nn.rule import LayerCall, Projections, Rule
 from deltarule.ops.delta_rule import definition
 
 HIDDEN = 32
@@ -64,6 +65,11 @@ def inputs(batch: int, tokens: int, dtype: torch.dtype = torch.float32) -> torch
     """Draw x of unit size."""
     torch.manual_seed(1)
     return torch.randn(batch, tokens, HIDDEN, dtype=dtype)
+
+
+def call_of(layer: Mixer, x: Tensor) -> LayerCall:
+    """A call with x alone, at the start of its sequences."""
+    return LayerCall(x, make_layout(x, None, None), layer.init_state(len(x)), State(), {})
 
 
 def config(**changes) -> SimpleNamespace:

@@ -88,14 +88,6 @@ def by_its_definition(layer, x, activation, **arguments):
 # ---- rules whose gates or norms are the layer's own ---------------------------------------------
 
 
-def gated_deltanet(layer, x):
-    q, k, v = streams(layer, x)
-    log_decay = -layer.A_log.exp() * F.softplus(layer.a_proj(x) + layer.dt_bias)
-    beta = torch.sigmoid(layer.b_proj(x))
-    given = {"q": unit(q), "k": unit(k), "v": v, "beta": beta, "log_decay": log_decay}
-    return by_its_definition(layer, x, F.silu, **given)
-
-
 def gated_deltanet2(layer, x):
     """Which projection feeds which gate: the erase the keys' channels, the write the values'."""
     q, k, v = streams(layer, x)
@@ -426,7 +418,7 @@ def titans_layer(share, layer, x):
 
 
 BY_HAND = {
-    "gated_deltanet": gated_deltanet, "gated_deltanet2": gated_deltanet2, "mamba2": mamba2,
+    "gated_deltanet2": gated_deltanet2, "mamba2": mamba2,
     "mlstm": mlstm_layer, "rwkv6": rwkv6, "rwkv7": rwkv7_layer, "mamba1": partial(mamba1, False),
     "signed_mamba1": partial(mamba1, True), "s4": s4_real, "s4d": s4d, "dfw": dfw,
     "longhorn_released": longhorn_released, "hgrn": hgrn_layer, "rg_lru": rg_lru_layer,

@@ -46,18 +46,6 @@ def test_a_tensor_is_dropped_as_soon_as_all_have_read_it():
     assert recipe.x is None
 
 
-def test_nested_recipes_all_hold():
-    x, (first, second, _) = build()
-    y, z = x.exp(), x.sin()
-    calls = []
-    with remembered((y, lambda: calls.append("y") or x.exp())):
-        a = first(y)
-        with remembered((z, lambda: calls.append("z") or x.sin())):
-            b = second(z) + second(y)
-    (a.sum() + b.sum()).backward()
-    assert sorted(calls) == ["y", "z"]
-
-
 def test_others_hooks_are_left_alone():
     x, _ = build()
     assert hooks_are_free()

@@ -7,14 +7,11 @@ import torch
 
 from deltarule import ops
 from deltarule.cli import main
-from deltarule.nn import State
 from deltarule.nn.delta_mixer import OPERATORS
-from deltarule.nn.layout import make_layout
-from deltarule.nn.rule import LayerCall
 from deltarule.train import layer_view
 from deltarule.train.figures import new_grid
 from deltarule.train.layer_view import layer_views, of_rule, of_scan, of_slots, state_strengths
-from nn.layers import LINEAR, inputs, make
+from nn.layers import LINEAR, call_of, inputs, make
 from small import small_model
 from tolerance import relative_rms
 
@@ -22,17 +19,12 @@ DOUBLE = torch.float64
 T = 11
 
 
-def call_of(layer):
-    x = inputs(1, T, DOUBLE)
-    return LayerCall(x, make_layout(x, None, None), layer.init_state(1), State(), {})
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("head", [0, 1])
 @pytest.mark.parametrize("name", LINEAR)
 def test_matrix_of_a_rule_times_its_values_is_the_read_out(name, head):
     layer = make(name, DOUBLE)
-    projections = layer.project(call_of(layer))
+    projections = layer.project(call_of(layer, inputs(1, T, DOUBLE)))
     own = projections.v.shape[2] // layer.num_v_heads
     if own > 1:
         # Slots with values of their own: the matrix is that of a value that all are given.
@@ -41,7 +33,7 @@ def test_matrix_of_a_rule_times_its_values_is_the_read_out(name, head):
     arguments = layer.rule.arguments(projections)
     o = OPERATORS[layer.rule.operator](**arguments).o
     o = layer.rule.read_out_function(o, projections)
-    matrix = of_rule(layer, call_of(layer), head)[0]
+    matrix = of_rule(layer, call_of(layer, inputs(1, T, DOUBLE)), head)[0]
     head = min(head, o.shape[2] - 1)
     # Gated DeltaNet-2 has a write strength for each value channel, which the matrix leaves out.
     v = projections.v if projections.write_logits is None else arguments["v"]
@@ -55,7 +47,7 @@ def test_matrix_of_a_rule_times_its_values_is_the_read_out(name, head):
 def test_matrix_of_slots_or_a_scan_times_the_values_is_what_they_read(name):
     """Of a scan where every channel has the same value: then the mean of the outputs is."""
     layer = make(name, DOUBLE)
-    arguments = layer.arguments(call_of(layer))
+    arguments = layer.arguments(call_of(layer, inputs(1, T, DOUBLE)))
     if name in ("abc", "gsa"):
         o = ops.two_memories(**arguments).o[0, :, 1]
         assert relative_rms(of_slots(arguments, 1) @ arguments["v"][0, :, 1], o) <= 1e-12
@@ -72,11 +64,11 @@ def test_strengths_by_hand():
     Gated DeltaNet the shares from the recurrence of one head.
     """
     layer = make("retnet", DOUBLE)
-    _, _, write, erase = of_rule(layer, call_of(layer), 1)
+    _, _, write, erase = of_rule(layer, call_of(layer, inputs(1, T, DOUBLE)), 1)
     assert (write[0], erase[0]) == (1, 0)
     assert relative_rms(erase[1:], torch.full((T - 1,), 2.0**-6, dtype=DOUBLE)) <= 1e-12
     layer = make("gated_deltanet", DOUBLE)
-    arguments = layer.rule.arguments(layer.project(call_of(layer)))
+    arguments = layer.rule.arguments(layer.project(call_of(layer, inputs(1, T, DOUBLE))))
     write, erase = state_strengths(arguments, "delta_rule", 1, 2)
     k = torch.nn.functional.normalize(arguments["k"][0, :, 1], dim=-1, eps=0)
     v, beta = arguments["v"][0, :, 2], arguments["beta"][0, :, 2]
@@ -93,7 +85,7 @@ def test_strengths_by_hand():
 def test_strengths_of_several_writes_a_token():
     layer = make("delta_product", DOUBLE)
     with torch.no_grad():
-        _, softmax, write, erase = of_rule(layer, call_of(layer), 0)
+        _, softmax, write, erase = of_rule(layer, call_of(layer, inputs(1, T, DOUBLE)), 0)
     assert softmax.shape == (T, 3 * T)
     assert torch.allclose(softmax.sum(-1), torch.ones(T, dtype=softmax.dtype))
     assert write.shape == erase.shape == (T,)
