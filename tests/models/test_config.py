@@ -133,22 +133,6 @@ def test_bad_fields_are_named(changes, message):
         ModelConfig(**FIELDS | changes)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    {
-        "attention": "hidden_size must be a multiple of num_heads=3, got 32",
-        "deltanet": "or give head_k_dim",
-    }.items(),
-)
-def test_each_layer_says_how_its_heads_share(name, message):
-    # Sizes of heads free the hidden size.
-    sizes = {"head_k_dim": 8, "head_v_dim": 8, "layer_types": "deltanet"}
-    for options in ({}, sizes):
-        assert count_parameters(ModelConfig(**FIELDS | {"num_heads": 3} | options)) > 0
-    with pytest.raises(ValueError, match=message):
-        CausalLM(ModelConfig(**FIELDS | {"num_heads": 3, "layer_types": name}))
-
-
 def test_numbers_of_numpy_are_kept_as_those_of_python():
     one, share = np.int64(1), np.float32(0.5)
     numbers = {"num_heads": one, "vocab_size": np.uint16(9), "norm_eps": share, "beta_max": share}

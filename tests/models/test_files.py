@@ -102,34 +102,6 @@ def raw(change):
     return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
 
 
-def announced(length):
-    """A header of another length, by the first eight bytes."""
-    return raw(lambda content: length.to_bytes(8, "little") + content[8:])
-
-
-def far_too_long(folder):
-    (folder / WEIGHTS).write_bytes((10**8 + 1).to_bytes(8, "little") + b"{")
-    # A hole: these bytes take no space on the disk.
-    os.truncate(folder / WEIGHTS, 2 * (10**8 + 1))
-
-
-def described(change):
-    """The header says something else of its first two tensors."""
-
-    def damage(folder):
-        content = (folder / WEIGHTS).read_bytes()
-        end = 8 + int.from_bytes(content[:8], "little")
-        header = json.loads(content[8:end])
-        change(*(header[name] for name in sorted(header.keys() - {"__metadata__"})[:2]))
-        headed(json.dumps(header).encode(), content[end:])(folder)
-
-    return damage
-
-
-def headed(header, data=b""):
-    return written(WEIGHTS, len(header).to_bytes(8, "little") + header + data)
-
-
 def tensors(change):
     """Other tensors are stored."""
 
@@ -168,26 +140,6 @@ DAMAGE = {
         for length in (0, 3, 8, 9, 100, 3000, -1, -4000)
     },
     "bytes after the end": (raw(lambda content: content + b"more"), WEIGHTS, CUT),
-    **{
-        f"header of {length} bytes": (announced(length), WEIGHTS, CUT)
-        for length in (2**63, 2**40, 10**7)
-    },
-    "header too long for the format": (far_too_long, WEIGHTS, CUT),
-    "overlap": (described(lambda x, y: y.update(x)), WEIGHTS, CUT),
-    "beyond the end": (
-        described(lambda x, y: x.update(data_offsets=[10**12, 10**12 + 4])), WEIGHTS, CUT
-    ),
-    "negative": (
-        described(lambda x, y: x.update(shape=[-x["shape"][0], *x["shape"][1:]])), WEIGHTS, CUT
-    ),
-    "overflow": (described(lambda x, y: x.update(shape=[2**62, 2**62])), WEIGHTS, CUT),
-    "wrong shape": (described(lambda x, y: x["shape"].append(2)), WEIGHTS, CUT),
-    "unknown dtype": (described(lambda x, y: x.update(dtype="F99")), WEIGHTS, CUT),
-    "no offsets": (described(lambda x, y: x.pop("data_offsets")), WEIGHTS, CUT),
-    **{
-        f"header {header!r}": (headed(header),)
-        for header in (b"{", b"[]", b"null", b"\xff\xff\xff", b'{"a": 3}', b"{}")
-    },
     "missing tensor": (tensors(lambda t: t.pop("norm.weight")), "missing 'norm.weight'"),
     "unexpected tensor": (
         tensors(lambda t: t.update(other=torch.zeros(2))), "unexpected 'other'"
@@ -348,7 +300,10 @@ def test_an_index_that_does_not_describe_its_shards(sharded):
 
 
 def test_random_damage_is_refused_or_harmless(saved):
-    """Any change of the header loads the same tensors or is refused; nothing else is raised."""
+    """Any change of the header loads the same tensors or is refused; nothing else is raised.
+
+    What a header may say is safetensors' matter, whose every complaint is told in the same way.
+    """
     original = (saved / WEIGHTS).read_bytes()
     header = int.from_bytes(original[:8], "little")
     dice = random.Random(0)

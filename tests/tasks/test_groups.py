@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from deltarule.tasks.batch import NO_LABEL
-from deltarule.tasks.groups import Config, elements, generate, products, running_products
+from deltarule.tasks.groups import Config, elements, generate, products
 
 ORDERS = {"S_2": 2, "S_3": 6, "S_4": 24, "A_5": 60, "S_5": 120}
 
@@ -43,8 +43,3 @@ def test_elements_are_uniform_and_so_are_products():
     tokens, labels = generate(Config("S_4", 100), np.random.default_rng(0), rows=2_000)
     for drawn in (tokens[:, 1:], labels[:, 1:]):
         assert np.abs(np.bincount(drawn.ravel(), minlength=24) / 200_000 - 1 / 24).max() < 0.003
-
-
-def test_a_longer_row_begins_as_a_shorter_one():
-    words = np.random.default_rng(0).integers(6, size=(4, 10))
-    assert (running_products("S_3", words)[:, :6] == running_products("S_3", words[:, :6])).all()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deltarule.tasks.mqar import BLANK, NO_LABEL, Config, distinct, generate
+from deltarule.tasks.mqar import BLANK, NO_LABEL, Config, generate
 
 
 @pytest.mark.parametrize("config", [Config(), Config(512, 64, 8192), Config(8, 2, 6)])
@@ -34,10 +34,3 @@ def test_gaps_follow_the_power_law():
     counts = np.bincount(((labels != NO_LABEL).argmax(1) - 2) // 2, minlength=places)
     weights = np.arange(1, places + 1) ** (config.power_a - 1.0)
     assert np.abs(counts / counts.sum() - weights / weights.sum()).max() < 0.01
-
-
-def test_distinct_draws_without_replacement_and_uniformly():
-    drawn = distinct(np.random.default_rng(0), 30_000, 5, 2)
-    assert (drawn[:, 0] != drawn[:, 1]).all()
-    counts = np.bincount(drawn[:, 0] * 5 + drawn[:, 1], minlength=25).reshape(5, 5)
-    assert np.abs(counts[~np.eye(5, dtype=bool)] / 30_000 - 1 / 20).max() < 0.006

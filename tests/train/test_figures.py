@@ -17,12 +17,6 @@ def draw(rows, path):
     loss_curve(rows, path, "bits_per_byte", {"gzip": 3.0, "xz": 2.9})
 
 
-def test_loss_curve_writes_a_png_and_nothing_else(tmp_path):
-    draw(ROWS, tmp_path / "loss.png")
-    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_curves_of_nearly_nothing_do_not_fail(tmp_path):
     for rows in ([], ROWS[:1]):
         draw(rows, tmp_path / "x.png")
