@@ -109,24 +109,22 @@ def delta_net(x, w, config):
     return finish(o, x, w, config)
 
 
-def gated_deltanet(x, w, config):
+def gated_deltanet(x, w, config, decay=None, gate=F.silu):
     K, V = sizes(config)
     v = stream(x, w, "v", V)
     q, k = (unit(stream(x, w, name, K)) for name in "qk")
-    o = recurrence(q, k, v, beta=strength(x, w, config), log_decay=head_decay(x, w))
-    return finish(o, x, w, config)
+    decay = head_decay(x, w) if decay is None else decay
+    o = recurrence(q, k, v, beta=strength(x, w, config), log_decay=decay)
+    return finish(o, x, w, config, gate=gate)
 
 
 def kda(x, w, config):
-    K, V = sizes(config)
-    v = stream(x, w, "v", V)
-    q, k = (unit(stream(x, w, name, K)) for name in "qk")
+    K, _ = sizes(config)
     logits = x @ w["f_proj.0.weight"].T @ w["f_proj.1.weight"].T + w["dt_bias"]
     logits, rate = logits.unflatten(-1, (-1, K)), w["A_log"].exp()[:, None]
     bound = config.get("lower_bound")
     decay = -rate * F.softplus(logits) if bound is None else bound * torch.sigmoid(rate * logits)
-    o = recurrence(q, k, v, beta=strength(x, w, config), log_decay=decay)
-    return finish(o, x, w, config, gate=torch.sigmoid)
+    return gated_deltanet(x, w, config, decay, torch.sigmoid)
 
 
 def gated_deltaproduct(x, w, config):

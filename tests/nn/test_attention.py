@@ -11,6 +11,7 @@ from deltarule.nn import Attention, LatentAttention, SlidingWindowAttention, mas
 from deltarule.nn.rotation import rotate
 from nn.layers import HIDDEN, inputs, make
 from nodes import kept
+from oracles import rotary
 from tolerance import relative_rms
 
 
@@ -211,16 +212,6 @@ def test_a_part_of_a_key_is_not_negative():
         latent(qk_rope_head_dim=-2)
 
 
-def turned(x, position, theta):
-    """Channel i with i + D/2, by position theta^(-2i/D)."""
-    half = len(x) // 2
-    angle = position * theta ** (-torch.arange(half, dtype=x.dtype) / half)
-    first, second = x[:half], x[half:]
-    return torch.cat(
-        [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()]
-    )
-
-
 def latent_by_hand(layer, x, theta=None):
     """Head by head and token by token."""
     heads, nope = layer.num_heads, SIZES["qk_nope_head_dim"]
@@ -232,8 +223,10 @@ def latent_by_hand(layer, x, theta=None):
         both = (layer.kv_b_proj.weight @ latent).view(heads, -1)
         q = (layer.q_proj.weight @ token).view(heads, -1)
         if theta is not None:
-            shared = turned(shared, t, theta)
-            q = torch.stack([torch.cat([h[:nope], turned(h[nope:], t, theta)]) for h in q])
+            place, rates = torch.tensor([t]), rotary.frequencies(len(shared), theta)
+            shared = rotary.rotate(shared[None], place, rates)[0]
+            turned = rotary.rotate(q[:, nope:], place.expand(heads), rates)
+            q = torch.cat([q[:, :nope], turned], 1)
         k = torch.cat([both[:, :nope], shared.expand(heads, -1)], 1)
         rows.append((q, k, both[:, nope:]))
     outputs = []

@@ -81,19 +81,6 @@ def test_history_is_no_view_of_the_input():
     assert history.untyped_storage().nbytes() == 3 * 3 * 4
 
 
-def test_streams_convolved_alike_are_one_stream_for_a_token():
-    modules = [ShortConv(size, 3, activated=False) for size in (8, 8, 5)]
-    streams = [torch.randn(2, 1, len(module.weight)) for module in modules]
-    histories = [module.init_history(2).normal_() for module in modules]
-    layout = make_layout(streams[0], None, None)
-    found, after = at_once(modules, streams, histories, layout)
-    each = zip(modules, streams, histories, strict=True)
-    for (module, x, history), y, last in zip(each, found, after, strict=True):
-        expected, following = module(x, history, layout)
-        assert torch.equal(y, expected)
-        assert torch.equal(last, following)
-
-
 @pytest.mark.parametrize("other", [(8, 4, True), (8, 3, False), (8, 4, False, True)])
 def test_streams_convolved_otherwise_are_each_on_its_own(other):
     modules = [ShortConv(8, 4, False), ShortConv(8, 4, False), ShortConv(*other)]

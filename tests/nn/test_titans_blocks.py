@@ -14,10 +14,13 @@ T = 17
 
 
 class Memory:
-    """The layer's memory as the oracle takes it: write returns what each token reads at its own."""
+    """The layer's memory as the oracle takes it: write returns what each token reads at its own.
+
+    So does the first reading after it: MAC's second is after each token, not after the segment.
+    """
 
     def __init__(self, layer):
-        self.layer, self.state = layer, layer.memory.init_state(1)
+        self.layer, self.state, self.written = layer, layer.memory.init_state(1), None
 
     def write(self, tokens):
         y, self.state = self.layer.memory(tokens[None], self.state)
@@ -25,22 +28,12 @@ class Memory:
         return y[0]
 
     def read(self, tokens):
+        if self.written is not None:
+            written, self.written = self.written, None
+            return written
         maps = [self.state[name] for name in self.layer.memory.names("recurrent")]
         names = self.layer.memory.names("segment")
         return self.layer.recall(tokens[None], State(zip(names, maps, strict=True)))[0]
-
-
-class ReadsAtItsToken(Memory):
-    """MAC's second reading, after each token and not after the segment."""
-
-    def read(self, tokens):
-        return self.written if hasattr(self, "written") and self.after else super().read(tokens)
-
-    after = False
-
-    def write(self, tokens):
-        self.after = True
-        return super().write(tokens)
 
 
 def attention(layer, visible, positions=None):
@@ -105,14 +98,8 @@ def test_memory_as_context():
         own = torch.arange(rows)
         return torch.where(own < prefix, own, own - prefix + learned + segment)
 
-    class Segments(ReadsAtItsToken):
-        def read(self, tokens):
-            found = super().read(tokens)
-            self.after = False
-            return found
-
     attend = attention(layer, visible, positions)
-    found = blocks.as_context(x[0], layer.persistent, Segments(layer), attend, gate(layer), segment)
+    found = blocks.as_context(x[0], layer.persistent, Memory(layer), attend, gate(layer), segment)
     assert relative_rms(layer(x)[0][0], found) <= 1e-12
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltarule.models.bytes import BEGIN
-from deltarule.train.data import ShuffledRows, cut, encode_documents, row, rows_in_order
+from deltarule.train.data import ShuffledRows, cut, encode_documents, rows_in_order
 
 texts = st.lists(st.binary(min_size=0, max_size=40), min_size=1, max_size=6)
 
@@ -88,14 +88,6 @@ def test_rows_in_order_hold_whole_pieces_and_every_byte(length, row_tokens):
         sizes = batch.cu_seqlens.diff()
         assert sizes.sum() <= row_tokens or len(sizes) == 1
         assert int(sizes.max()) <= length
-
-
-def test_row_starts_documents_with_begin():
-    corpus = encode_documents([b"ab", b"cd"])
-    batch = row(corpus, *cut(corpus, 10))
-    assert batch.tokens.tolist() == [[BEGIN, 97, BEGIN, 99]]
-    assert batch.targets.tolist() == [[97, 98, 99, 100]]
-    assert batch.cu_seqlens.tolist() == [0, 2, 4]
 
 
 def test_sizes_below_one_empty_corpora_and_positions_of_other_data_are_refused():
