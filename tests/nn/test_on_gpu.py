@@ -7,7 +7,7 @@ import torch
 
 import deltarule
 from deltarule.models import CausalLM, ModelConfig
-from deltarule.nn import Attention, GatedDeltaNet, convolved_products, linears, mlp
+from deltarule.nn import Attention, GatedDeltaNet, convolved_products, mlp
 from nn.layers import inputs, make
 from nodes import nodes_of
 from tolerance import relative_rms
@@ -147,16 +147,6 @@ def test_a_compiler_sees_the_modules():
     torch.testing.assert_close(compiled(x), layer(x), rtol=1e-5, atol=1e-5)
 
 
-def test_projections_together_have_the_gradients_of_each():
-    modules = [torch.nn.Linear(256, n, bias=False, device="cuda") for n in (512, 16, 256)]
-    x = torch.randn(4, 90, 256, device="cuda", requires_grad=True)
-    leaves = [x, *(module.weight for module in modules)]
-    found = torch.autograd.grad(sum(y.square().sum() for y in linears.linears(x, modules)), leaves)
-    plain = torch.autograd.grad(sum(module(x).square().sum() for module in modules), leaves)
-    for a, b in zip(found, plain, strict=True):
-        assert relative_rms(a, b) < 1e-5
-
-
 LENGTHS = [700, 0, 1, 900, 447]
 
 
@@ -174,29 +164,22 @@ def attended(layer, x, *given, **options):
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_attention(kv_heads, dtype):
-    layer, x = attention(kv_heads).to(dtype), torch.randn(1, sum(LENGTHS), 64, device="cuda")
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "continued"])
+def test_packed_and_continued_attention(packed, dtype, kv_heads):
+    layer = attention(kv_heads).to(dtype)
     exact = copy.deepcopy(layer).double()
-    offsets = deltarule.pack(LENGTHS).cuda()
-    found = attended(layer, x.to(dtype), cu_seqlens=offsets)
-    expected = attended(exact, x.to(dtype).double(), cu_seqlens=offsets)
-    bar = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    for one, other in zip(found, expected, strict=True):
-        assert relative_rms(one, other) < bar
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_continued_attention(dtype):
-    layer, x = attention().to(dtype), torch.randn(2, 1900, 64, device="cuda").to(dtype)
-    exact = copy.deepcopy(layer).double()
-    mask = torch.ones(2, 800, dtype=torch.bool, device="cuda")
-    mask[0, 30:100] = False
-    states = []
-    with torch.no_grad():
-        for one, part in ((layer, x[:, :800]), (exact, x[:, :800].double())):
-            states.append(one(part, mask=mask)[1])
-    found = attended(layer, x[:, 800:], states[0])
-    expected = attended(exact, x[:, 800:].double(), states[1])
+    if packed:
+        x, offsets = torch.randn(1, sum(LENGTHS), 64, device="cuda"), deltarule.pack(LENGTHS).cuda()
+        sides = [(layer, x.to(dtype)), (exact, x.to(dtype).double())]
+        found, expected = (attended(*side, cu_seqlens=offsets) for side in sides)
+    else:
+        x = torch.randn(2, 1900, 64, device="cuda").to(dtype)
+        mask = torch.ones(2, 800, dtype=torch.bool, device="cuda")
+        mask[0, 30:100] = False
+        with torch.no_grad():
+            states = [f(y[:, :800], mask=mask)[1] for f, y in ((layer, x), (exact, x.double()))]
+        found = attended(layer, x[:, 800:], states[0])
+        expected = attended(exact, x[:, 800:].double(), states[1])
     bar = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for one, other in zip(found, expected, strict=True):
         assert relative_rms(one, other) < bar

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deltarule.nn import MIXERS, parameter_roles
+from deltarule.nn import parameter_roles
 from deltarule.train.optimizer import decays
 from nn.layers import NAMES, make
 
@@ -102,11 +102,3 @@ def test_a_wrapped_projection_is_never_asked_for_its_weight(name):
     assert y.shape == x.shape
     assert again.isfinite().all()
     assert layer.init_state(3).keys() == layer.init_state(0).keys()
-
-
-def test_what_is_no_layer_of_ours_keeps_the_usual_rule():
-    tied = nn.Module()
-    tied.embedding, tied.head = nn.Embedding(4, 3), nn.Linear(3, 4)
-    tied.head.weight = tied.embedding.weight
-    assert parameter_roles(tied) == {"embedding.weight": "embedding", "head.bias": "vector"}
-    assert set(MIXERS) == set(NAMES)

@@ -77,16 +77,6 @@ def test_a_token_that_asks_for_nothing_is_kept_that_long():
     assert share.tolist() == pytest.approx([2.718**-8, 2.718**-1], rel=0.01)
 
 
-def test_none_is_the_papers_draw():
-    torch.manual_seed(3)
-    before = GatedDeltaNet(32, num_heads=2).A_log.detach()
-    torch.manual_seed(3)
-    after = GatedDeltaNet(32, num_heads=2, longest_horizon=None).A_log
-    assert torch.equal(before, after)
-    assert float(before.exp().min()) > 0
-    assert float(before.exp().max()) < 16
-
-
 RATES = torch.arange(1.0, 17).expand(2, HIDDEN, 16)
 # By layer: numbers that it starts with, and what they are.
 EXACT = {

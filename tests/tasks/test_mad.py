@@ -212,17 +212,3 @@ def test_the_smallest_sizes_work(module, smallest):
     assert batch.tokens.max() < config.vocab_size
     assert module.measure(config, batch, batch.labels)["accuracy"] == 1.0
     assert 0 < config.chance <= 1
-
-
-@pytest.mark.parametrize(
-    ("module", "config", "expected"),
-    [
-        (mad_recall, NOISY, "->v"),
-        (mad_fuzzy_recall, mad_fuzzy_recall.Config(), "->"),
-        (mad_copying, mad_copying.Config(), "| -> "),
-        (mad_memorization, mad_memorization.Config(), "?->v"),
-        (mad_compression, mad_compression.Config(), "# -> the same"),
-    ],
-)
-def test_a_row_can_be_read(module, config, expected):
-    assert expected in module.show(config, np.random.default_rng(0))

@@ -45,7 +45,7 @@ def test_only_plain_matrices_decay():
 
 def test_a_tied_head_is_respected():
     model = nn.Module()
-    model.embedding, model.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+    model.embedding, model.head = nn.Embedding(4, 3), nn.Linear(3, 4)
     model.head.weight = model.embedding.weight
     model.plain = nn.Parameter(torch.ones(3, 3))
     assert [name for name, decay in decays(model).items() if decay] == ["plain"]
