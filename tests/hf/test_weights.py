@@ -152,6 +152,12 @@ def aliases_of(model_type):
     return {}
 
 
+def same_logits(ours, theirs):
+    x = tokens(2, 40)
+    with torch.no_grad():
+        close(ours(x)[0], theirs(x, use_cache=False).logits)
+
+
 def check_transformers_reads(folder, theirs):
     again, x = AutoModelForCausalLM.from_pretrained(folder).eval(), tokens(2, 40)
     with torch.no_grad():
@@ -163,9 +169,8 @@ def check_transformers_reads(folder, theirs):
 @pytest.mark.parametrize("name", ONE_KIND)
 def test_a_model_without_one_of_the_familys_layers_is_read_and_written(name, tmp_path):
     family = name.partition(",")[0]
-    theirs, x = saved(tmp_path / "theirs", family, **ONE_KIND[name]), tokens(2, 40)
-    with torch.no_grad():
-        close(CausalLM.load(tmp_path / "theirs")(x)[0], theirs(x, use_cache=False).logits)
+    theirs = saved(tmp_path / "theirs", family, **ONE_KIND[name])
+    same_logits(CausalLM.load(tmp_path / "theirs"), theirs)
     check_round_trip(tmp_path / "theirs", family, tmp_path / "ours", aliases_of(family))
     check_transformers_reads(tmp_path / "ours", theirs)
 
@@ -206,9 +211,8 @@ def test_kimi_linear_with_a_lower_bound_of_its_decay(monkeypatch, tmp_path):
     # transformers has that gate in another family, whose parameters are the same.
     monkeypatch.setattr(KimiLinearForgetGate, "safe_gate_lower_bound", -5.0, raising=False)
     monkeypatch.setattr(KimiLinearForgetGate, "forward", Glm5NextTextForgetGate.forward)
-    ours, x = CausalLM.load(tmp_path), tokens(2, 40)
-    with torch.no_grad():
-        close(ours(x)[0], theirs(x, use_cache=False).logits)
+    ours = CausalLM.load(tmp_path)
+    same_logits(ours, theirs)
     with pytest.raises(
         ValueError, match=r"cannot describe this model: .*gate_lower_bound -5\.0 would"
     ):
@@ -231,25 +235,19 @@ def test_gradients_reach_every_parameter_and_generated_tokens_are_the_likeliest(
 
 def test_a_multimodal_folder_gives_its_language_model(tmp_path):
     text = tiny("qwen3_5")
-    x = tokens(2, 30)
     whole = make(MULTIMODAL).eval()
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
     whole.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="are no parameters of a language model are left out"):
-        model = CausalLM.load(tmp_path)
-    with torch.no_grad():
-        close(model(x)[0], text(x, use_cache=False).logits)
+        same_logits(CausalLM.load(tmp_path), text)
 
 
 def test_decays_that_follow_from_config_json_are_left_out(tmp_path):
     theirs = tiny("minimax")
     theirs.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="12 tensors that are no parameters of a language model"):
-        model = CausalLM.load(tmp_path)
-    x = tokens(2, 30)
-    with torch.no_grad():
-        close(model(x)[0], theirs(x, use_cache=False).logits)
+        same_logits(CausalLM.load(tmp_path), theirs)
 
 
 def test_experts_may_be_stored_in_one_tensor(tmp_path):
@@ -259,9 +257,7 @@ def test_experts_may_be_stored_in_one_tensor(tmp_path):
         return {n: x for n, x in tensors.items() if "experts." not in n} | together
 
     theirs = saved(tmp_path, "qwen3_5_moe", joined)
-    x = tokens(2, 30)
-    with torch.no_grad():
-        close(CausalLM.load(tmp_path)(x)[0], theirs(x, use_cache=False).logits)
+    same_logits(CausalLM.load(tmp_path), theirs)
 
 
 def test_experts_that_are_missing_or_of_two_dtypes_are_named(tmp_path):

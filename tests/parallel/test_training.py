@@ -139,31 +139,28 @@ def test_one_process_under_a_launcher_has_the_same_bits(
     assert torch.equal(curve(tmp_path / "run"), curve(alone))
 
 
-def test_a_nan_on_one_process_stops_all_before_the_update(two: Processes, tmp_path: Path) -> None:
-    for ended in two("text_runs.with_fault", folder=str(tmp_path), fault="nan", rank=1, row=14):
-        assert ended["ended"].startswith("DivergedError: the loss is not finite at step 4 ")
+# By fault: before which row of process 1, how all end, and what is there then. Rows 13 to 16 are
+# of step 4, whose checkpoint is the first that finds the disk full.
+FAULTS = {
+    "nan": (14, "DivergedError: the loss is not finite at step 4 ", "step-2"),
+    "SIGTERM": (10, "InterruptedRunError: stopped after step 3", "step-3"),
+    "full disk": (14, "OSError: ", "step-2"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_one_process_stops_all(two: Processes, tmp_path: Path, fault: str) -> None:
+    row, says, newest = FAULTS[fault]
+    for ended in two("text_runs.with_fault", folder=str(tmp_path), fault=fault, rank=1, row=row):
+        assert ended["ended"].startswith(says)
+        assert fault != "full disk" or "the checkpoint was not written" in ended["ended"]
+        # A step that is not finite updates nothing.
         assert ended["finite"]
-    assert "not finite" in (tmp_path / "diverged.txt").read_text()
-
-
-def test_sigterm_to_one_process_saves_and_stops_all(two: Processes, tmp_path: Path) -> None:
-    for ended in two("text_runs.with_fault", folder=str(tmp_path), fault="SIGTERM", rank=1, row=10):
-        assert ended["ended"].startswith("InterruptedRunError: stopped after step 3")
-    assert (tmp_path / "checkpoints/step-3/COMPLETE").is_file()
-
-
-def test_a_full_disk_under_one_process_stops_all_and_older_checkpoints_stay(
-    two: Processes, tmp_path: Path
-) -> None:
-    for ended in two(
-        "text_runs.with_fault", folder=str(tmp_path), fault="full disk", rank=1, row=14
-    ):
-        assert ended["ended"].startswith("OSError: ")
-        assert "the checkpoint was not written" in ended["ended"]
-    # Rows 13 to 16 are of step 4, whose checkpoint is the first that finds the disk full.
-    folders = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
-    assert folders == ["step-2"]
-    assert Checkpoints(tmp_path / "checkpoints").newest().step == 2
+    folders = sorted((tmp_path / "checkpoints").glob("step-*"))
+    assert (folders[-1].name, (folders[-1] / "COMPLETE").is_file()) == (newest, True)
+    assert Checkpoints(tmp_path / "checkpoints").newest().step == int(newest[5:])
+    if fault == "nan":
+        assert "not finite" in (tmp_path / "diverged.txt").read_text()
 
 
 def test_what_is_wrong_anywhere_is_told_by_all(two: Processes, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import pytest
-
 from deltarule.tasks.mqar import Config
 from deltarule.train.loop import LoopOptions
 from deltarule.train.metrics import read_metrics
@@ -31,9 +29,3 @@ def test_a_small_task_is_learned_shown_and_drawn(tmp_path, capsys):
     assert rows[-1] == {"step": 300, "final_accuracy": accuracy}
     assert train_mqar(dataclasses.replace(run, resume=True)) == accuracy
     assert read_metrics(tmp_path / "mqar-deltanet" / "metrics.jsonl") == rows
-
-
-def test_an_unknown_layer_is_named(tmp_path):
-    with pytest.raises(ValueError, match="delta_nett"):
-        train_mqar(small(tmp_path, layer_types=("delta_nett",)))
-    assert not list(tmp_path.iterdir())

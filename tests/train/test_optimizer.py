@@ -62,14 +62,3 @@ def test_weight_decay_moves_decayed_tensors_only():
     for name, parameter in model.named_parameters():
         expected = before[name] * (0.95 if decays(model)[name] else 1.0)
         torch.testing.assert_close(parameter.detach(), expected)
-
-
-SENSELESS = [
-    {"lr": -1.0}, {"lr": float("nan")}, {"beta2": 1.0}, {"clip": -1}, {"start_lr_ratio": 2},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("options", SENSELESS)
-def test_senseless_options_are_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        OptimizerOptions(**options)
