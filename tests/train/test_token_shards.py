@@ -21,7 +21,7 @@ from deltarule.train.text import train_text
 from deltarule.train.token_shards import DataRun, divided, open_token_folder, write_data
 from deltarule.train.vocabulary import blocks
 from most_memory import growth
-from small import refused, small_run
+from small import small_run
 
 TEXTS = [f"{i} bottles of beer, naïve ones\n" * (1 + i % 7) for i in range(60)]
 
@@ -176,25 +176,6 @@ def test_bad_input_is_named_and_nothing_is_left(source, tmp_path):
         file.write(b"xx")
     with pytest.raises(DataError, match=r"training-00000.tokens has .* bytes, expected"):
         open_token_folder(out)
-
-
-@pytest.mark.parametrize("value", [None, [], {}, "x", -1, 1.5, True, 2**62])
-def test_every_field_of_the_index_is_taken_or_refused_by_name(source, tmp_path, value):
-    write_data(DataRun(source, tmp_path / "tokens"))
-    file = tmp_path / "tokens/tokens.json"
-    parts = lambda whole: [whole, whole["training"]]  # noqa: E731
-    found = refused(file, parts, value, lambda: open_token_folder(tmp_path / "tokens"))
-    assert len(found) > 7
-    assert all(str(file) in said or "write it again" in said for _, said in found)
-
-
-@pytest.mark.parametrize("content", [b"{}", b"", b"\xff", b"[" * 100_000, b'{"format": 2}'])
-def test_a_damaged_index_is_one_line(source, tmp_path, content):
-    write_data(DataRun(source, tmp_path / "tokens"))
-    (tmp_path / "tokens/tokens.json").write_bytes(content)
-    with pytest.raises(DataError, match=r"tokens\.json: ") as caught:
-        open_token_folder(tmp_path / "tokens")
-    assert "\n" not in str(caught.value)
 
 
 # pyarrow is there before.
