@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import re
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from deltarule.models.convert.families import family_of
 from deltarule.models.files import CONFIG, WEIGHTS, plain_name
 from deltarule.nn import MIXERS, SYSTEMS
 from hf.families import MULTIMODAL, make, tiny, tokens
-from models.checkpoints import check_round_trip, check_ways_of_reading, close
+from models.checkpoints import check_round_trip, check_ways_of_reading, close, refuses
 
 # By a title, the family and its options.
 CONFIGS = {
@@ -263,8 +262,7 @@ def test_experts_may_be_stored_in_one_tensor(tmp_path):
 def test_experts_that_are_missing_or_of_two_dtypes_are_named(tmp_path):
     name = "model.layers.2.mlp.experts.3.up_proj.weight"
     saved(tmp_path / "b", "qwen3_5_moe", lambda x, _: {n: y for n, y in x.items() if n != name})
-    with pytest.raises(CheckpointError, match=re.escape(f"missing {plain_name(name)!r}")):
-        CausalLM.load(tmp_path / "b")
+    refuses(tmp_path / "b", f"missing {plain_name(name)!r}")
     saved(tmp_path / "a", "qwen3_5_moe", lambda x, _: x | {name: x[name].half()})
     for read in (CausalLM.load, lambda folder: convert(folder, tmp_path / "c")):
         with pytest.raises(CheckpointError) as caught:
@@ -305,10 +303,7 @@ def test_what_cannot_be_said_is_named(name, changes, message, tmp_path):
     tiny(name).save_pretrained(tmp_path)
     config = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps(config | changes))
-    with pytest.raises(CheckpointError) as caught:
-        CausalLM.load(tmp_path)
-    assert message in str(caught.value)
-    assert str(tmp_path) in str(caught.value)
+    refuses(tmp_path, message, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -341,5 +336,4 @@ def test_half_a_shard_is_named(tmp_path):
     tiny("qwen3_5").save_pretrained(tmp_path, max_shard_size="200KB")
     shard = min(tmp_path.glob("model-*.safetensors"))
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=f"{shard.name}: truncated"):
-        CausalLM.load(tmp_path)
+    refuses(tmp_path, f"{shard.name}: truncated")

@@ -2,10 +2,11 @@
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
-from deltarule.models import CausalLM, ModelConfig
+from deltarule.models import CausalLM, CheckpointError, ModelConfig
 from deltarule.models.files import CONFIG, WEIGHTS
 from tolerance import relative_rms
 
@@ -55,6 +56,15 @@ def redraw(model):
         for name, parameter in model.named_parameters():
             parameter.copy_(drawn(name, parameter.shape))
     return model
+
+
+def refuses(folder, *messages):
+    """Loading says all of this, in one line."""
+    with pytest.raises(CheckpointError) as caught:
+        CausalLM.load(folder)
+    for message in messages:
+        assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def same_tensors(found, expected):

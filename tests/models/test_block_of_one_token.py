@@ -12,11 +12,6 @@ from gluon_interpreter import interpret_launches
 from tolerance import relative_rms
 
 
-@pytest.fixture
-def device():
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 @pytest.mark.parametrize("name", ["gated_deltanet", "deltanet", "gated_delta_product"])
 def test_a_block_of_one_token_is_the_block(name, device, make_model, monkeypatch):
     model = make_model(layer_types=name).to(device)

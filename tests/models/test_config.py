@@ -47,6 +47,23 @@ def test_the_page_has_every_field_and_every_argument_of_generate_in_its_tables()
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        *(
+            ({"layer_types": name, "num_layers": layers}, message)
+            for name, layers, message in (
+                ("gated_deltanet_h2", 8, "num_layers must be a multiple of 3"),
+                ("minimax01", 12, "num_layers must be a multiple of 8"),
+                ("deltanet_global_attention", 5, "num_layers must be even and 4 or more"),
+                ("deltanet_global_attention", 2, "the second and the (N / 2 + 1)-th, got 2"),
+                (("samba", "gla"), 4, "must be 'samba' alone: it is a pattern of layers"),
+                ("gated_deltanet_h3", 4, "did you mean 'gated_deltanet_h"),
+                ("smaba", 4, "did you mean 'samba'"),
+            )
+        ),
+        (
+            {"layer_types": "samba", "num_attention_heads": 4, "num_kv_heads": 3},
+            "num_kv_heads must divide num_attention_heads=4, got 3",
+        ),
+        ({"layer_types": "samba", "num_attention_heads": 0}, "num_attention_heads must be an"),
         ({"layer_types": "gated_delta_net"}, "did you mean 'gated_deltanet'"),
         ({"layer_types": ("kda", "atention")}, "did you mean 'attention'"),
         ({"layer_types": ("kda",) * 3}, "pattern of 3 names, which does not divide num_layers=4"),
@@ -87,6 +104,7 @@ def test_the_page_has_every_field_and_every_argument_of_generate_in_its_tables()
             {"layer_types": "gla", "feature_map": "elu"},
             "feature_map='elu' has no effect on any of layer_types gla",
         ),
+        ({"layer_types": "deltanet", "longest_horizon": 512.0}, "longest_horizon=512"),
         ({"layer_types": "deltanet", "normalizer": True}, "or use one of linear_attention"),
         (
             {"layer_types": "rwkv7", "n_steps": 3},

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from deltarule.models import CausalLM, CheckpointError
 from deltarule.models.config import RENAMED
 from deltarule.models.files import CONFIG, INDEX, WEIGHTS
-from models.checkpoints import same_tensors
+from models.checkpoints import refuses, same_tensors
 from train.test_checkpoint import Trap
 
 
@@ -26,13 +26,6 @@ def saved(make_model, tmp_path):
     """A folder with a saved model."""
     make_model(tie_embeddings=False).save(tmp_path / "model")
     return tmp_path / "model"
-
-
-def refuses(folder, *messages):
-    with pytest.raises(CheckpointError) as caught:
-        CausalLM.load(folder)
-    for message in messages:
-        assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

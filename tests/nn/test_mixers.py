@@ -388,17 +388,10 @@ def test_compiles_without_a_break(name, backend):
     assert_same(y, layer(x, cu_seqlens=cu_seqlens)[0])
     y.sum().backward()
     assert layer.o_proj.weight.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in LONG])
-def test_a_step_compiles_without_a_break(name):
-    layer, x = make(name), inputs(2, 6)
-    torch.compiler.reset()
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        _, state = layer(x[:, :4])
-        y, _ = compiled(x[:, 4:], state)
-        assert_same(y, layer(x)[0][:, 4:])
+    if name not in LONG:
+        with torch.no_grad():
+            _, state = layer(x[:, :9])
+            assert_same(compiled(x[:, 9:], state)[0], layer(x)[0][:, 9:])
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

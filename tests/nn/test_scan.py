@@ -15,6 +15,11 @@ from tolerance import relative_rms
 
 DOUBLE = torch.float64
 T = 10
+# Logits that have no exponential, and gates that close.
+EXTREME = {
+    "abc": lambda layer: layer.s_proj.weight.mul_(1e3),
+    "rg_lru": lambda layer: layer.a_bias.fill_(-200.0),
+}
 
 
 @torch.no_grad()
@@ -58,13 +63,16 @@ def test_s4_by_convolution(tokens):
     assert relative_rms(layer(x)[0], y) <= 1e-5
 
 
-def test_rg_lru_is_finite_where_its_gates_close():
-    layer, x = make("rg_lru"), inputs(1, 6)
+@pytest.mark.parametrize(("name", "change"), EXTREME.items())
+def test_extreme_logits_are_finite_and_so_are_all_gradients(name, change):
+    layer, x = make(name), inputs(2, 50).requires_grad_()
     with torch.no_grad():
-        layer.a_bias.fill_(-200.0)
-    y, _ = layer(x)
-    y.sum().backward()
-    assert all(p.grad.isfinite().all() for p in layer.parameters())
+        change(layer)
+    y, state = layer(x)
+    assert name != "abc" or state["log_sum"].max() > 1e3
+    y.square().sum().backward()
+    assert y.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in (x, *layer.parameters()))
 
 
 @torch.no_grad()
