@@ -61,15 +61,24 @@ def test_logits_and_gradients(model):
     assert torch.equal(logits(model, ids), before)
 
 
-def test_steps_continue_the_prompt(model):
-    ids, key = tokens(2, 40), cache_name(model)
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        *((name, 1) for name in FAMILIES),
+        *((name, 10) for name in ("qwen3_5", "qwen3_next", "kimi_linear", "olmo_hybrid")),
+    ],
+)
+def test_some_tokens_at_a_time_continue_the_prompt(name, count):
+    model, ids = tiny(name), tokens(2, 40)
+    key = cache_name(model)
     with patch(model), torch.no_grad():
         whole = logits(model, ids)
         out = model(ids[:, :30], use_cache=True)
         parts = [out.logits]
-        for t in range(30, 40):
-            places = {} if not takes_positions(model) else {"position_ids": torch.full((2, 1), t)}
-            out = model(ids[:, t : t + 1], use_cache=True, **{key: out[key]}, **places)
+        for t in range(30, 40, count):
+            row = torch.arange(t, t + count).expand(2, -1)
+            places = {"position_ids": row} if takes_positions(model) else {}
+            out = model(ids[:, t : t + count], use_cache=True, **{key: out[key]}, **places)
             parts.append(out.logits)
     assert error(torch.cat(parts, 1), whole) < 1e-5
 

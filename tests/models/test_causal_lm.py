@@ -4,9 +4,10 @@ import re
 import pytest
 import torch
 
-from deltarule.models import CausalLM, ModelConfig, next_token_loss
+from deltarule.models import CausalLM, next_token_loss
 from deltarule.ops.context import Context
 from nodes import kept
+from small import small_model
 from tolerance import relative_rms
 
 
@@ -51,9 +52,7 @@ def test_checkpointing_keeps_less(make_model, random_tokens):
 
 @pytest.mark.parametrize("layer", ["deltanet", "gated_deltanet", "kda", "mamba2", "rwkv7"])
 def test_states_computed_again_keep_less_and_give_the_same_bits(layer):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2}
-    model = CausalLM(ModelConfig(vocab_size=50, layer_types=(layer, "attention"), **sizes))
+    model = small_model(layer, "attention", hidden_size=32, num_heads=2)
     tokens, kept, gradients = torch.randint(50, (1, 300)), [], []
     assert model.save_states
     for model.save_states in (True, False):
@@ -69,13 +68,7 @@ def test_states_computed_again_keep_less_and_give_the_same_bits(layer):
 
 
 def initialised(num_layers, **changes):
-    torch.manual_seed(0)
-    return CausalLM(
-        ModelConfig(
-            vocab_size=257, hidden_size=128, num_layers=num_layers, num_heads=2,
-            layer_types="gated_deltanet", **changes,
-        )
-    )  # fmt: skip
+    return small_model(*["gated_deltanet"] * num_layers, hidden_size=128, num_heads=2, **changes)
 
 
 @torch.no_grad()

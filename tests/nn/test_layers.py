@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from deltarule import delta_rule, nn
-from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import MIXERS, RULES, RWKV7, TitansLinear, TTTLinear
 from nn.layers import HIDDEN, LINEAR, NAMES, call_of, config, inputs, make
 from oracles import hgrn
+from small import small_model
 from tolerance import assert_close, relative_rms
 
 
@@ -197,8 +197,7 @@ def test_bounds_are_those_of_the_paper_and_the_model_learns_them(name):
         torch.testing.assert_close(layer.lower_bound(shared).flatten(), bound)
     alone = make(name)
     assert second.lower_bound({}) is alone.bound_logits is alone.lower_bound({}) is None
-    sizes = {"vocab_size": 9, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
-    model = CausalLM(ModelConfig(layer_types=name, **sizes))
+    model = small_model(name, name, hidden_size=32, num_heads=2)
     model(torch.randint(9, (2, 12)))[0].square().sum().backward()
     bounds = model.blocks[0].mixer.bound_logits
     assert bounds.dtype == torch.float32

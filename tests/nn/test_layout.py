@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import deltarule
-from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import layout
 from deltarule.nn.layout import front_mask, make_layout, shared_layout
+from small import small_model
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -15,10 +15,7 @@ def test_the_layers_of_a_model_work_out_once_where_tokens_lie(given, checkpointi
     made = []
     plain = layout.make_layout
     monkeypatch.setattr(layout, "make_layout", lambda *args: made.append(1) or plain(*args))
-    config = ModelConfig(
-        vocab_size=17, hidden_size=16, num_layers=3, num_heads=2, layer_types="gated_deltanet"
-    )
-    model = CausalLM(config)
+    model = small_model(*["gated_deltanet"] * 3)
     model.activation_checkpointing = checkpointing
     tokens = torch.randint(17, (1, 9))
     options = {"cu_seqlens": deltarule.pack([4, 5]), "mask": torch.arange(9)[None] > 3}

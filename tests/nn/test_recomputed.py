@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from deltarule.models import CausalLM, ModelConfig, block
+from deltarule.models import block
 from deltarule.nn import delta_mixer as mixers
 from deltarule.nn import recomputed as recomputed_file
 from deltarule.nn.recomputed import hooks_are_free, recomputed, remembered
+from small import small_model
 
 
 def build():
@@ -80,10 +81,8 @@ def test_a_gpu_keeps_what_is_small(monkeypatch):
 )
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_model_has_the_same_gradients_bitwise(layer, checkpointing, monkeypatch):
-    config = ModelConfig(
-        vocab_size=50, hidden_size=32, num_layers=2, layer_types=layer, num_heads=2
-    )
-    model, tokens = CausalLM(config), torch.randint(50, (2, 30))
+    model = small_model(layer, layer, hidden_size=32, num_heads=2)
+    tokens = torch.randint(257, (2, 30))
     again = copy.deepcopy(model)
     again.activation_checkpointing = checkpointing
     model.hidden(tokens)[0].square().sum().backward()

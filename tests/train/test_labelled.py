@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from deltarule.models import CausalLM, ModelConfig
 from deltarule.tasks import groups, mqar
 from deltarule.tasks.batch import NO_LABEL, Batch
 from deltarule.train.labelled import (
@@ -22,6 +21,7 @@ from deltarule.train.labelled import (
     measure,
     read_of,
 )
+from small import small_model
 from tolerance import assert_close
 
 TASK = mqar.Config(length=8, pairs=2, vocab_size=8)
@@ -85,10 +85,7 @@ def test_columns_after_the_last_label_are_read_to_the_end_of_a_block():
 )
 def test_rows_filled_up_to_few_shapes_teach_what_they_hold(length, shape, places):
     batch = groups.generate(groups.Config("S_3", length), np.random.default_rng(0), rows=3)
-    config = ModelConfig(
-        vocab_size=7, hidden_size=16, num_layers=1, num_heads=2, layer_types="gated_deltanet"
-    )
-    model, found = CausalLM(config).double(), []
+    model, found = small_model(vocab_size=7, num_heads=2).double(), []
     weights = list(model.parameters())
     for read in (read_of(batch), read_of(batch, 100 - length)):
         loss, right = make_job().loss(model, *read)

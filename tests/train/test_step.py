@@ -10,21 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss
+from deltarule.models import CausalLM, linear_next_token_loss
 from deltarule.nn.linears import adjoin
 from deltarule.ops.runtime.capture import capturing
 from deltarule.train.optimizer import OptimizerOptions, make_optimizer
 from deltarule.train.step import MOST, WARM_UP, Captured, TrainingStep, set_rate
+from small import small_model
 
 CLIP = 0.5
 
 
 def built(device: str = "cpu", layer_types: object = "gated_deltanet") -> CausalLM:
-    torch.manual_seed(0)
-    config = ModelConfig(
-        vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, layer_types=layer_types
-    )
-    return CausalLM(config).to(device)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
+    return small_model(layer_types=layer_types, **sizes).to(device)
 
 
 def loss_of(model: CausalLM):
