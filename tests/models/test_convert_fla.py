@@ -11,7 +11,8 @@ from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.convert.families import family_of
 from deltarule.models.files import CONFIG, WEIGHTS
 from models import fla_oracle, rwkv7_oracle
-from models.checkpoints import check_round_trip, close, drawn, refuses
+from models.checkpoints import check_round_trip, drawn, refuses
+from tolerance import relative_rms
 
 COMMON = {
     "vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
@@ -88,9 +89,12 @@ def test_logits_are_those_of_the_familys_formulas_and_the_round_trip_is_bit_equa
 ):
     config, tensors = make(tmp_path / "a", title)
     tokens = random_tokens(2, 40, vocab_size=config["vocab_size"])
-    model = CausalLM.load(tmp_path / "a")
+    model = CausalLM.load(tmp_path / "a").double()
     with torch.no_grad():
-        close(model(tokens)[0], oracle_of(title).logits(config, tensors, tokens))
+        expected = oracle_of(title).logits(config, tensors, tokens)
+        # A sum by which keys are divided has an eps here.
+        bar = 1e-7 if config.get("qk_norm") == "sum" else 1e-10
+        assert relative_rms(model(tokens)[0], expected) < bar
     check_round_trip(tmp_path / "a", config["model_type"], tmp_path / "b")
 
 

@@ -25,7 +25,6 @@ from oracles import (
     rg_lru,
     rotary,
     rwkv4,
-    rwkv7,
     s4,
     slstm,
     titans,
@@ -37,8 +36,6 @@ from tolerance import relative_rms
 DOUBLE = torch.float64
 T = 21
 gelu = partial(F.gelu, approximate="tanh")
-# What the first layer of a model would hand on to RWKV-7.
-FIRST_VALUES = torch.randn(1, T, 2, 8, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
 
 
 def conv(layer, name, x, activation=F.silu):
@@ -151,24 +148,6 @@ def rwkv6(layer, x):
             states[h] = kv + wh[:, None] * states[h]
         rows.append(layer.o_proj(centred(layer, torch.stack(heads), 64e-5) * g))
     return torch.stack(rows), {"recurrent": states.mT}
-
-
-def rwkv7_layer(layer, x):
-    def low_rank(small, x, activation=lambda y: y):
-        return small[-1](activation(small[0](x)))
-
-    xr, xw, xk, xv, xa, xg = shifts(x, layer.shift_mix)
-    r, k, v = layer.q_proj(xr), layer.k_proj(xk), layer.v_proj(xv)
-    w = layer.decay_bias.flatten() + low_rank(layer.a_proj, xw, torch.tanh)
-    a = torch.sigmoid(layer.erase_bias.flatten() + low_rank(layer.erase_proj, xa))
-    g = low_rank(layer.g_proj, xg, torch.sigmoid)
-    share = torch.sigmoid(layer.value_bias.flatten() + low_rank(layer.value_proj, xv))
-    v = v + (FIRST_VALUES[0].flatten(1) - v) * share
-    r, w, k, v, a = (y.view(T, 2, 8) for y in (r, rwkv7.decay(w), k, v, a))
-    kk, k = rwkv7.keys(k, layer.erase_scale, layer.replace_scale, a)
-    read, states = per_head(rwkv7.recurrence, r, w, k, v, kk, a)
-    o = centred(layer, read, 64e-5) + rwkv7.bonus(r, k, v, layer.bonus).flatten(1)
-    return layer.o_proj(o * g), {"recurrent": states}
 
 
 # ---- layers over selective_scan -----------------------------------------------------------------
@@ -419,7 +398,7 @@ def titans_layer(share, layer, x):
 
 BY_HAND = {
     "gated_deltanet2": gated_deltanet2, "mamba2": mamba2,
-    "mlstm": mlstm_layer, "rwkv6": rwkv6, "rwkv7": rwkv7_layer, "mamba1": partial(mamba1, False),
+    "mlstm": mlstm_layer, "rwkv6": rwkv6, "mamba1": partial(mamba1, False),
     "signed_mamba1": partial(mamba1, True), "s4": s4_real, "s4d": s4d, "dfw": dfw,
     "longhorn_released": longhorn_released, "hgrn": hgrn_layer, "rg_lru": rg_lru_layer,
     "lru": lru_layer, "rwkv4": rwkv4_layer, "slstm": slstm_layer, "hyena": hyena_layer,
@@ -447,7 +426,7 @@ CASES = [(name, *case) for name in BY_HAND for case in OTHERS.get(name, [({}, 1)
 def test_by_hand(name, options, size):
     layer, x = make(name, DOUBLE, **options), size * inputs(1, T, DOUBLE)
     expected, states = BY_HAND[name](layer, x[0])
-    y, state = layer(x, shared={"rwkv7_first_values": FIRST_VALUES})
+    y, state = layer(x)
     assert relative_rms(y[0], expected) <= 1e-12
     for key, tensor in states.items():
         assert relative_rms(state[key][0][tuple(map(slice, tensor.shape))], tensor) <= 1e-12
