@@ -136,7 +136,7 @@ def test_rules_prints_the_table_and_one_rule(capsys):
     shown = capsys.readouterr().out
     assert SYSTEMS["kda"].recurrence in shown
     assert SYSTEMS["mamba2"].recurrence not in shown
-    assert "loads checkpoints of kda, kimi_linear\n" in shown
+    assert "- checkpoints: kda, kimi_linear\n" in shown
 
 
 def test_a_toml_file_holds_flags_and_those_given_beside_it_count(folder):
