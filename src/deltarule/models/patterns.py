@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 
 from deltarule.models.config_checks import MLP_PARTS
 from deltarule.nearest import nearest
@@ -47,6 +48,12 @@ def with_two_global(num_layers: int) -> tuple[str, ...]:
     return tuple("attention" if i in attention else "deltanet" for i in range(num_layers))
 
 
+def in_words(order: str) -> str:
+    """Such as "3 x kda, attention in turns"."""
+    runs = [(name, len([*same])) for name, same in groupby(order.split())]
+    return ", ".join(f"{n} x {name}" if n > 1 else name for name, n in runs) + " in turns"
+
+
 # Those that repeat an order: name, title, order and source.
 _ORDERS = (
     ("deltanet_sliding_window", "DeltaNet + sliding-window attention", "deltanet sliding_window",
@@ -73,7 +80,7 @@ _PATTERNS = (
         "deltanet, with attention in the second layer and the (N / 2 + 1)-th of N",
         with_two_global, "arXiv 2406.06484, section 3.4",
     ),
-    *(Pattern(name, title, f"{order} in turns", repeated(order), source)
+    *(Pattern(name, title, in_words(order), repeated(order), source)
       for name, title, order, source in _ORDERS),
 )  # fmt: skip
 
