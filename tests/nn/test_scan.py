@@ -57,10 +57,18 @@ def test_s4_by_convolution(tokens):
         found.append([y, state["recurrent"], *torch.autograd.grad(loss, list(layer.parameters()))])
     for one, other in zip(*found, strict=True):
         assert relative_rms(one, other) <= 1e-11
-    layer, x = make("s4"), inputs(2, tokens)
-    y = layer(x)[0]
-    layer.convolves = True
-    assert relative_rms(layer(x)[0], y) <= 1e-5
+    layer, x = make("s4"), inputs(1, tokens)
+    calls = (
+        {},
+        {"cu_seqlens": torch.tensor([0, 5, 5, tokens])},
+        {"mask": inputs(1, tokens)[..., 0] > 0},
+    )
+    for given in calls:
+        kept = given.get("mask", ...)
+        for layer.convolves in (False, True):
+            y, state = layer(x, **given)
+            found[layer.convolves] = [y[kept], state["recurrent"]]
+        assert all(relative_rms(*pair) <= 1e-5 for pair in zip(*found[::-1], strict=True))
 
 
 @pytest.mark.parametrize(("name", "change"), EXTREME.items())
