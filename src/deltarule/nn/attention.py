@@ -250,18 +250,21 @@ class Attention(Mixer):
         if x.shape[1] != 1:
             raise ValueError(f"x must hold one token with a lent cache, got T = {x.shape[1]}")
         q, k, v = self._project(x, state["length"].unsqueeze(1))
-        seen = masked.add_row(k[:, 0], v[:, 0], state)[:, None, None]
-        keys, values = (state[name].to(q.dtype).transpose(1, 2) for name in ("keys", "values"))
-        # The query heads that share a key head are rows of one query: no key is repeated.
-        queries = q[:, 0].unflatten(1, (self.num_kv_heads, -1))
-        o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=self.scale)
-        return self._put_out(o.flatten(1, -2).unsqueeze(1), x)
+        seen = masked.add_row(k[:, 0], v[:, 0], state)
+        keys, values = (state[name].to(q.dtype) for name in ("keys", "values"))
+        return self._put_out(self._attend(q, keys, values, seen[:, None, None]), x)
 
     def of_input(self) -> dict[str, nn.Module]:
         return {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj}
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         """Softmax attention over [B, T, heads, D]; visible None means plain causal."""
+        heads = k.shape[2]
+        if q.shape[1] == 1 and q.shape[2] > heads and type(visible) is Tensor:
+            # The query heads that share a key head are rows of one query: no key is repeated.
+            rows, k, v = q[:, 0].unflatten(1, (heads, -1)), k.transpose(1, 2), v.transpose(1, 2)
+            o = F.scaled_dot_product_attention(rows, k, v, attn_mask=visible, scale=self.scale)
+            return o.flatten(1, 2).unsqueeze(1)
         o = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible,
             is_causal=visible is None, scale=self.scale, enable_gqa=k.shape[2] != q.shape[2],

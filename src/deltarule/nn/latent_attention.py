@@ -14,10 +14,9 @@ from deltarule.nn.attention import Attention
 from deltarule.nn.checks import above_zero, check_even, check_integer, default, positive
 from deltarule.nn.layout import split
 from deltarule.nn.linears import is_plain, linear
-from deltarule.nn.masked_attention import add_row
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.rotation import rotate
-from deltarule.nn.state import LentState, State
+from deltarule.nn.state import State
 
 # Added in the norm of c, whatever the other norms add.
 EPS = 1e-6
@@ -136,9 +135,3 @@ class LatentAttention(Attention):
 
     def _keys(self, k: Tensor) -> Tensor:
         return self.expanded(k)[0]
-
-    def _decode(self, x: Tensor, state: LentState) -> Tensor:
-        q, k, v = self._project(x, state["length"].unsqueeze(1))
-        seen = add_row(k[:, 0], v[:, 0], state)
-        o = self._attend(q, state["keys"].to(q.dtype), v, seen[:, None, None])
-        return self._put_out(o, x)
