@@ -13,10 +13,10 @@ import gc
 import itertools
 import json
 import os
-import shlex
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,8 +69,6 @@ CASES = {
     "one row, nothing sent": Case(one_row=True, way="nothing sent"),
     "heads": Case("heads"),
 }
-# What to see of a case while others run.
-TOLD = "step_ms", "host_ms", "tokens_per_second_each", "peak_gib", "each_ms", "losses"
 
 
 class Trained(NamedTuple):
@@ -135,7 +133,7 @@ def training(case: Case, trained: Trained, rows: int, steps: int) -> dict[str, A
     ms = statistics.median(times.tolist())
     shared = ways if where is not None or case.who == "heads" else 1
     return {
-        **case._asdict(), "rows": rows, "tokens": tokens,
+        "rows": rows, "tokens": tokens,
         "parameters": sum(p.numel() for p in spread.model.parameters()),
         "losses": [round(first, 5), round(float(report[0]), 5)], "step_ms": round(ms, 3),
         "each_ms": [round(x, 1) for x in times.tolist()], "host_ms": round(1e3 * host, 1),
@@ -158,39 +156,37 @@ def travel(model: CausalLM, case: Case) -> None:
             block.set_custom_reduce_scatter(sums)
 
 
+def found(names: Sequence[str], rows: int, steps: int) -> Iterator[results.Found]:
+    asked = [(name, CASES[name]) for name in CASES if name in names]
+    for who, cases in itertools.groupby(asked, key=lambda item: item[1].who):
+        # One model at a time: two do not fit.
+        trained = make(who)
+        for name, case in cases:
+            facts = {"kind": "several_gpus", "case": name, **case._asdict()}
+            yield "deltarule", facts, training(case, trained, rows, steps)
+        del trained
+        gc.collect()
+        if CUDA:
+            torch.cuda.empty_cache()
+
+
 def main() -> None:
-    """Run the cases one after the other, and write what is known after each."""
+    """Run the cases one after the other; the first process files what is known after each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rows", type=int, default=ROWS, help="of 4,096 tokens, a GPU and step")
     parser.add_argument("--steps", type=int, default=5, help="that are timed")
-    arguments = parser.parse_args()
-    name = torch.cuda.get_device_name() if CUDA else "CPU"
-    began, size, given = time.perf_counter(), os.environ["WORLD_SIZE"], shlex.join(sys.argv[1:])
-    facts: dict[str, Any] = {
-        "machine": f"{size} x {name}",
-        "torch": torch.__version__,
-        "command": f"torchrun --nproc-per-node {size} -m bench.several_gpus {given}",
-        "config": json.loads(CONFIG.to_json()),
-        "cases": {},
-    }
-    asked = [(name, CASES[name]) for name in CASES if name in arguments.cases]
-    for who, cases in itertools.groupby(asked, key=lambda item: item[1].who):
-        # One model at a time: two do not fit.
-        trained = make(who)
-        for name, case in cases:
-            found = training(case, trained, arguments.rows, arguments.steps)
-            facts["cases"][name] = found
-            facts["seconds"] = round(time.perf_counter() - began, 1)
-            if trained.world.first:
-                told = json.dumps({name: found[name] for name in TOLD})
-                print(f"{facts['seconds']:6.1f} s  {name}: {told}", flush=True)
-                results.save(facts, arguments.out)
-        del trained
-        gc.collect()
-        if CUDA:
-            torch.cuda.empty_cache()
+    given = parser.parse_args()
+    size = int(os.environ["WORLD_SIZE"])
+    program = f"torchrun --nproc-per-node {size} -m bench.several_gpus"
+    report = results.new_report(sys.argv[1:], program)
+    report |= {"processes": size, "config": json.loads(CONFIG.to_json())}
+    figures = found(given.cases, given.rows, given.steps)
+    if os.environ["RANK"] == "0":
+        results.file_each(report, figures, given.out)
+    else:
+        list(figures)
     leave()
 
 

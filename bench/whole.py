@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bench import results, timing
 from bench.model import GIB, Loss, build_fla, own_loss
-from bench.worker import reason
+from bench.worker import attempted, reason
 from deltarule.models import CausalLM, ModelConfig, compile_blocks, linear_next_token_loss
 from deltarule.models.adjoined import tensors_of
 from deltarule.train.extra import require
@@ -99,13 +99,8 @@ def attempt(
 
     def found() -> Iterator[results.Found]:
         for name, peer, options in cases:
-            try:
-                figures = time(peer, SIZES[name], device(), **options)
-            except (RuntimeError, ValueError, ImportError) as error:
-                figures = {"error": reason(error)}
+            figures = attempted(partial(time, peer, SIZES[name], device(), **options))
             yield peer, {"kind": kind, "model": name, **options}, figures
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
 
     results.file_each(results.new_report(sys.argv[1:]), found(), output)
 

@@ -55,8 +55,13 @@ class Timed(NamedTuple):
 
 
 def attempt(case: Row, setting: Setting) -> Row:
+    return attempted(lambda: KINDS[case["kind"]](case, setting))
+
+
+def attempted(run: Callable[[], Row]) -> Row:
+    """Figures, or the reason why there are none; what the run has left on a GPU is free again."""
     try:
-        return KINDS[case["kind"]](case, setting)
+        return run()
     except Exception as error:
         return {"error": reason(error)}
     finally:

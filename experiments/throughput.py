@@ -11,7 +11,7 @@ from torch import nn
 from bench import adapters
 from bench.markdown import markdown_table
 from bench.model import Loss, build_fla, build_ours, time_steps
-from bench.worker import reason
+from bench.worker import attempted
 from deltarule.models import ModelConfig
 from experiments.experiment import Form, Result, read_settings
 from experiments.figures import Curve, Figure, Panel, draw_curves, title_of
@@ -62,16 +62,11 @@ class ThroughputCell:
 
     def time(self, length: int, device: str) -> dict[str, Any]:
         """One length; what does not fit into memory is said to."""
-        try:
-            figures = time_steps(
-                *self.build(device), vocab_size=self.model.vocab_size, batch=self.tokens // length,
-                tokens=length, device=device, steps=self.steps, warm_up=self.warm_up,
-            )  # fmt: skip
-        except Exception as error:
-            figures = {"error": reason(error)}
+        figures = attempted(lambda: time_steps(
+            *self.build(device), vocab_size=self.model.vocab_size, batch=self.tokens // length,
+            tokens=length, device=device, steps=self.steps, warm_up=self.warm_up,
+        ))  # fmt: skip
         print(f"{self.name}, {length:,} tokens: {figures}", flush=True)
-        if device != "cpu":
-            torch.cuda.empty_cache()
         return figures
 
 

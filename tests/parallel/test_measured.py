@@ -18,7 +18,8 @@ def test_every_case_is_measured(tmp_path: Path) -> None:
     command += ["-m", "bench.several_gpus", "--out", str(tmp_path / "out.json"), "--steps", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads((tmp_path / "out.json").read_text())["cases"]
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    found = {row["case"]: row for row in rows}
     assert list(found) == list(CASES)
     assert all(case["step_ms"] > 0 for case in found.values())
     ours, theirs = (
