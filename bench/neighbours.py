@@ -1,14 +1,12 @@
 """`python -m bench.neighbours`: what lies beside the recurrence, on a GPU, and its floor.
 
 Convolution, norms, SwiGLU, gates and the loss of the head at 8x4096 tokens and 2048 channels in
-bfloat16, memories that are trained and packed attention at 8x2048: ours, plain PyTorch, and FLA's,
-causal-conv1d's and Liger-Kernel's where installed.
+bfloat16, memories that are trained and packed attention at 8x2048: ours, and plain PyTorch.
 """
 
 import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -32,25 +30,16 @@ VOCABULARY = 32000
 DEVICE = "cuda"
 
 Tensors = Mapping[str, Tensor]
-# A module, and what is called of it.
-Peer = tuple[str, Callable[[Any, Tensors], Tensor]]
 
 
 def beside(
     inputs: Tensors,
     ours: Operator,
     plain: Operator,
-    peers: Mapping[str, Peer] | None = None,
-    *,
     operations: int = 0,
     more_bytes: tuple[int, int] = (0, 0),
 ) -> Case:
-    """Ours, PyTorch's operations, and the peers that are installed."""
-    sides = {"deltarule": ours, "PyTorch": plain}
-    for name, (module, run) in (peers or {}).items():
-        if find_spec(module.partition(".")[0]) is not None:
-            sides[name] = partial(run, importlib.import_module(module))
-    return Case(inputs, sides, operations, more_bytes)
+    return Case(inputs, {"deltarule": ours, "PyTorch": plain}, operations, more_bytes)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -64,29 +53,17 @@ def convolution(packed: bool = False, step: bool = False) -> Case:
     offsets = torch.arange(BATCH + 1, device=DEVICE) * TOKENS if packed else None
     layout = make_layout(inputs["x"], offsets, None)
     zeros = inputs["x"].new_zeros(BATCH, TAPS - 1, CHANNELS)
-    history, peers = 0, dict[str, Peer]()
+    history = 0
     if step:
         inputs["history"] = random(256, TAPS - 1, CHANNELS)
         history = inputs["history"].nbytes
-    else:
-        peers["FLA"] = (
-            "fla.modules.convolution",
-            lambda fla, x: fla.causal_conv1d(
-                x["x"], x["weight"], activation="silu", cu_seqlens=offsets
-            )[0],
-        )
-    if not step and not packed:
-        peers["causal-conv1d"] = (
-            "causal_conv1d",
-            lambda peer, x: peer.causal_conv1d_fn(x["x"].mT, x["weight"], activation="silu").mT,
-        )
 
     def call(function: Callable[..., Any], x: Tensors) -> Tensor:
         return function(x["x"], x["weight"], x.get("history", zeros), layout, True)[0]
 
     ours, plain = short_conv.fused_convolution, short_conv.plain_convolution
     # The history is written, too.
-    return beside(inputs, partial(call, ours), partial(call, plain), peers, more_bytes=(history, 0))
+    return beside(inputs, partial(call, ours), partial(call, plain), more_bytes=(history, 0))
 
 
 def gated_norm() -> Case:
@@ -98,14 +75,8 @@ def gated_norm() -> Case:
     def call(function: Callable[..., Tensor], x: Tensors) -> Tensor:
         return function(x["x"], x["gate"], x["weight"], 1e-5, "silu", False)
 
-    fla: Peer = (
-        "fla.modules.fused_norm_gate",
-        lambda fla, x: fla.rms_norm_gated(
-            x["x"], x["gate"], x["weight"], None, activation="silu", eps=1e-5
-        ),
-    )
     ours, plain = partial(call, norm_op.gated_norm), partial(call, norm.plain_gated_norm)
-    return beside(inputs, ours, plain, {"FLA": fla})
+    return beside(inputs, ours, plain)
 
 
 def residual_norm() -> Case:
@@ -124,12 +95,10 @@ def residual_norm() -> Case:
 def swiglu() -> Case:
     """SiLU of one projection times the other, each 11/4 of the channels wide."""
     gate, up = random(2, BATCH, TOKENS, CHANNELS * 11 // 4).unbind()
-    fla: Peer = "fla.modules.activations", lambda fla, x: fla.swiglu(x["gate"], x["up"])
     return beside(
         {"gate": gate, "up": up},
         lambda x: swiglu_op.swiglu(x["gate"], x["up"]),
         lambda x: F.silu(x["gate"]) * x["up"],
-        {"FLA": fla},
     )
 
 
@@ -155,21 +124,10 @@ def head_loss() -> Case:
     """The cross entropy of the head, from its inputs."""
     rows = BATCH * TOKENS
     targets = torch.randint(VOCABULARY, (rows,), device=DEVICE)
-    peers: dict[str, Peer] = {
-        "Liger-Kernel": (
-            "liger_kernel.transformers.functional",
-            lambda m, x: m.liger_fused_linear_cross_entropy(x["x"], x["weight"], targets),
-        ),
-        "FLA": (
-            "fla.modules.fused_linear_cross_entropy",
-            lambda m, x: m.fused_linear_cross_entropy_loss(x["x"], targets, x["weight"]),
-        ),
-    }
     return beside(
         {"x": random(rows, CHANNELS), "weight": random(VOCABULARY, CHANNELS) * 0.02},
         lambda x: linear_next_token_loss(x["x"], x["weight"], targets),
         lambda x: F.cross_entropy(F.linear(x["x"], x["weight"]).float(), targets),
-        peers,
         operations=6 * rows * VOCABULARY * CHANNELS,
     )
 
