@@ -3,7 +3,6 @@
 A page keeps what stands outside the two marks; what is between them is written anew.
 """
 
-import argparse
 import fnmatch
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -171,9 +170,7 @@ def fenced(command: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("docs/experiments"))
-    folder = parser.parse_args().folder
+    folder = Path("docs/experiments")
     draw_figures(folder)
     write_pages(folder)
     print(f"{len(EXPERIMENTS)} pages in {folder}")
