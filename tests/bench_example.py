@@ -24,18 +24,8 @@ def example_report(date="2030-01-02T03:04+00:00", ours=0.25):
     for name in ("8x4096-h16", "2x16384-h16", "1x2048-h16"):
         for peer, figures in timed.items():
             results.add(report, peer, case("time", "gdn", SHAPES[name], True), figures)
-    decode = {"forward": passed(0.05)}
-    results.add(report, "deltarule", case("time", "decode", SHAPES["decode-32"], False), decode)
-    results.add(
-        report, "fla", case("time", "delta", SHAPES["8x4096-h16"], True), {"error": "it crashed"}
-    )
     errors = {"o": 1e-3, "state": 2e-3, "grad q": 3e-3, "grad log_decay": 4e-3}
     results.add(report, "deltarule", case("error", "gdn", CHECKED, True), {"errors": errors})
-    results.add(report, "fla", case("error", "gdn", CHECKED, True), {"error": "it crashed"})
-    tiny = SHAPES["1x64-h16"]
-    results.add(report, "deltarule", case("overhead", "gdn", tiny, False), {"host_us": 55.0})
-    train = SHAPES["8x4096-h16"]
-    results.add(report, "deltarule", case("cold", "gdn", train, True), {"seconds": 12.5})
     for peer, speed in (("deltarule", 80000.0), ("fla", 57000.0)):
         step = {"tokens_per_s": speed, "peak_GiB": 50.0, "first_s": 9.0, "step_s": 0.4}
         results.add(report, peer, {"kind": "model", "batch": 8, "tokens": 4096}, step)

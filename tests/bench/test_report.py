@@ -38,7 +38,7 @@ def test_rates_come_from_the_graphs_time():
 def test_tables_hold_what_ran():
     lines = "\n".join(report.tables([example_report()])).splitlines()
     operators = [line for line in lines if "| forward |" in line]
-    assert len(operators) == 4
+    assert len(operators) == 3
     cells = "forward | 0.129 | **0.25** | 0.84 (3.4 x) | 0.34 (1.4 x) | - |"
     assert operators[0] == f"| gated delta rule, 8x4096, 16/16, 128 | {cells}"
     assert "| gated delta rule | deltarule | 1.0e-03 | 2.0e-03 | log_decay 4.0e-03 |" in lines
