@@ -92,13 +92,13 @@ def build_ours(config: ModelConfig, device: str) -> tuple[nn.Module, Loss]:
 
 
 def own_loss(model: CausalLM) -> Loss:
-    """The loss of text that never holds all logits."""
     head = model.embedding if model.head is None else model.head
+    return linear_loss(lambda tokens: model.hidden(tokens)[0], head)
 
-    def loss_of(text: Tensor) -> Tensor:
-        return linear_next_token_loss(model.hidden(text[:, :-1])[0], head.weight, text[:, 1:])
 
-    return loss_of
+def linear_loss(hidden: Callable[[Tensor], Tensor], head: Any) -> Loss:
+    """The loss of text that never holds all logits."""
+    return lambda text: linear_next_token_loss(hidden(text[:, :-1]), head.weight, text[:, 1:])
 
 
 def build_fla(

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from bench import results, timing
-from bench.model import GIB, Loss, build_fla, own_loss
+from bench.model import GIB, Loss, build_fla, linear_loss, own_loss
 from bench.worker import attempted, reason
-from deltarule.models import CausalLM, ModelConfig, compile_blocks, linear_next_token_loss
+from deltarule.models import CausalLM, ModelConfig, compile_blocks
 from deltarule.models.adjoined import tensors_of
 from deltarule.train.extra import require
 from deltarule.train.step import TrainingStep
@@ -194,7 +194,8 @@ def built(peer: TrainPeer, sizes: Sizes, device: str) -> tuple[nn.Module, Loss]:
         llama = transformers.LlamaForCausalLM(config).to(device, dtype)
         if peer == "transformers-compiled":
             llama.model.compile()
-        return llama, partial(llama_loss, llama)
+        hidden = partial(llama.model, use_cache=False)
+        return llama, linear_loss(lambda x: hidden(x).last_hidden_state, llama.lm_head)
     name = "attention" if peer == "deltarule-attention" else "gated_deltanet"
     options: dict[str, Any] = dict(zip(Sizes._fields[:4], sizes, strict=False))
     ours = ModelConfig(layer_types=name, tie_embeddings=False, **options)
@@ -213,11 +214,6 @@ def built(peer: TrainPeer, sizes: Sizes, device: str) -> tuple[nn.Module, Loss]:
 
         quantize_(model, Int8WeightOnlyConfig())
     return model, own_loss(model)
-
-
-def llama_loss(model: Any, text: Tensor) -> Tensor:
-    found = model.model(text[:, :-1], use_cache=False).last_hidden_state
-    return linear_next_token_loss(found, model.lm_head.weight, text[:, 1:])
 
 
 def fitting(*models: Model) -> tuple[Model, ...]:

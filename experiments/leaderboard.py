@@ -16,18 +16,15 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.markdown import markdown_table
-from deltarule.models import ModelConfig
 from deltarule.nn import SYSTEMS
 from deltarule.tasks import load_task
 from deltarule.train.figures import DARK, dress, new_figure
-from deltarule.train.loop import LoopOptions
-from deltarule.train.optimizer import OptimizerOptions
 from experiments import mad
 from experiments.experiment import Form, Result, one_line, read_settings
 from experiments.figures import Figure, title_of
 from experiments.records import write_json
 from experiments.seeds import first_evaluation
-from experiments.task_cell import Evaluation, TaskCell
+from experiments.task_cell import Evaluation, TaskCell, task_cell
 from experiments.text_cell import TextCell, bits, text_cells, text_model
 
 MAD = read_settings("mad")["gpu"]
@@ -120,17 +117,14 @@ def first_cell(key: str, form: Form, system: str) -> TaskCell | TextCell:
         )
     config = load_task(form["task"]).Config
     training, tested = config(**form["training"]), config(**form["tested"])
-    model = {"vocab_size": training.vocab_size, "layer_types": system, "tie_embeddings": False}
-    return TaskCell(
-        name=system, task=form["task"], training=training, rows=form["rows"], stop_at=0.999,
-        evaluations=(Evaluation("new rows", tested, 1000),),
-        model=ModelConfig(**model | form["model"]),
-        optimizer=OptimizerOptions(min_lr_ratio=0.05, warmup_steps=steps // 10, beta2=0.98),
-        loop=LoopOptions(
-            steps=steps, dtype=form.get("dtype", "float32"), evaluate_every=steps // 6,
-            save_every=steps, keep=1,
-        ),
-    )  # fmt: skip
+    each = {"evaluate_every": steps // 6, "save_every": steps, "keep": 1}
+    whole = {
+        "model": {"layer_types": system, "tie_embeddings": False} | form["model"],
+        "optimizer": {"min_lr_ratio": 0.05, "warmup_steps": steps // 10, "beta2": 0.98},
+        "loop": {"steps": steps, "dtype": form.get("dtype", "float32")} | each,
+        "cell": {"task": form["task"], "rows": form["rows"], "stop_at": 0.999},
+    }
+    return task_cell(TaskCell, whole, system, training, [Evaluation("new rows", tested, 1000)])
 
 
 class Scored(NamedTuple):

@@ -63,8 +63,8 @@ def figures_of(results: Sequence[Result], figure: Callable[[Result], float]) -> 
     return {name: Runs([*map(figure, runs)]) for name, runs in by_setting(results).items()}
 
 
-def noise(runs: Mapping[str, Runs]) -> float | None:
-    r"""The least difference of two means that is no noise; None where no setting has two seeds.
+def on_noise(runs: Mapping[str, Runs]) -> str:
+    r"""What may be read from an order: the least difference of two means that is no noise.
 
     .. math::
         3 \sqrt{2 \bar{s^2} / n}
@@ -72,23 +72,15 @@ def noise(runs: Mapping[str, Runs]) -> float | None:
     with the mean variance between seeds over all settings, and the fewest seeds n of one.
 
     Examples:
-        >>> runs = {"a": Runs([1.0, 1.2]), "b": Runs([3.0, 3.2])}
-        >>> round(noise(runs), 3), noise({**runs, "c": Runs([2.0])})
-        (0.424, None)
+        >>> on_noise({"a": Runs([1.0, 1.2]), "b": Runs([3.0, 3.2])})[:28]
+        'Differences below 0.424 bits'
     """
     deviations = [run.deviation for run in runs.values() if run.deviation is not None]
     if len(deviations) < len(runs) or not deviations:
-        return None
+        return "One seed each: the order of neighbours means nothing."
     variance = statistics.fmean(deviation**2 for deviation in deviations)
     fewest = min(len(run.values) for run in runs.values())
-    return STANDARD_ERRORS * math.sqrt(2 * variance / fewest)
-
-
-def on_noise(runs: Mapping[str, Runs]) -> str:
-    """What may be read from an order, for a reader."""
-    least = noise(runs)
-    if least is None:
-        return "One seed each: the order of neighbours means nothing."
+    least = STANDARD_ERRORS * math.sqrt(2 * variance / fewest)
     return (
         f"Differences below {least:.3f} bits per byte are noise: three standard errors of a "
         "difference, from the spread of the seeds of all rows together."

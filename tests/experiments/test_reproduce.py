@@ -65,6 +65,7 @@ def test_cells_run_and_are_reported(cells, workers, capfd):
         assert text in report
     printed = capfd.readouterr().out
     assert "[4/4] " in printed
+    assert " a: score 3 (" in printed
     assert "FAILED, RuntimeError: it was to fail" in printed
 
 
