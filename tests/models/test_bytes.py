@@ -41,13 +41,6 @@ def test_a_stream_equals_decoding_at_once_on_damaged_bytes():
     assert decode(tokens) == "".join(part.decode("utf-8", "replace") for part in whole)
 
 
-def test_begin_ends_an_incomplete_character():
-    decoder = ByteDecoder()
-    assert decoder.push(0xE2) == ""
-    assert decoder.push(BEGIN) == "\ufffd"
-    assert decoder.push(0x61) == "a"
-
-
 @pytest.mark.parametrize("token", [-1, 257])
 def test_unknown_tokens_are_refused(token):
     with pytest.raises(ValueError, match=f"got {token}"):

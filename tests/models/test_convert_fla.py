@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.convert.families import family_of
 from deltarule.models.files import CONFIG, WEIGHTS
-from models import fla_oracle, rwkv7_oracle
+from models import fla_oracle
 from models.checkpoints import check_round_trip, drawn, refuses
 from tolerance import relative_rms
 
@@ -59,12 +59,8 @@ CONFIGS = {
     "gla, hybrid": SHARES | {"expand_k": 0.5, "use_output_gate": True, "attn": FULL},
     "linear_attn": SHARES | {"feature_map": "elu"},
     "linear_attn, identity": SHARES | {"feature_map": "identity"},
-    "rwkv7": rwkv7_oracle.FIELDS,
+    "rwkv7": fla_oracle.FIELDS,
 }  # fmt: skip
-
-
-def oracle_of(title):
-    return rwkv7_oracle if title == "rwkv7" else fla_oracle
 
 
 def make(folder, title, dtype=torch.float32, **changes):
@@ -91,7 +87,7 @@ def test_logits_are_those_of_the_familys_formulas_and_the_round_trip_is_bit_equa
     tokens = random_tokens(2, 40, vocab_size=config["vocab_size"])
     model = CausalLM.load(tmp_path / "a").double()
     with torch.no_grad():
-        expected = oracle_of(title).logits(config, tensors, tokens)
+        expected = fla_oracle.logits(config, tensors, tokens)
         # A sum by which keys are divided has an eps here.
         bar = 1e-7 if config.get("qk_norm") == "sum" else 1e-10
         assert relative_rms(model(tokens)[0], expected) < bar

@@ -209,7 +209,7 @@ def test_every_rule_is_here_or_has_a_file_of_its_own():
     others = {name for name, rule in RULES.items() if rule.page == "multi_head"}
     assert set(RULES) - {*RECURRENCES} - others == {
         # Their value heads have key heads of their own: the layer by hand, and the model in
-        # models/rwkv7_oracle.py, say all of the rule.
+        # models/fla_oracle.py, say all of the rule.
         *("rwkv6", "rwkv7"),
         *("delta_product", "gated_delta_product"),
     }

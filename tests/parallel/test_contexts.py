@@ -1,5 +1,7 @@
 """One sequence, or one row of documents, over processes: what one process computes."""
 
+import itertools
+
 import pytest
 import torch
 from contexts import OFFSETS, arguments, grid
@@ -35,15 +37,25 @@ KINDS = [
 NOT_LINEAR = [name for name, mixer in MIXERS.items() if not mixer.linear_state]
 
 
-def check_model(processes: Processes, **options: object) -> None:
-    for errors in processes("whole_models.context_model", **options):
+MODELS = [
+    *(("two", mixer, "gather", packed, 1) for mixer in KINDS for packed in (False, True)),
+    *(
+        pytest.param("four", *case, marks=pytest.mark.distributed)
+        for case in itertools.product(
+            (name for name in MIXERS if name not in NOT_LINEAR), ("gather", "scan"), (False, True),
+            (1, 2),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "mixer", "exchange", "packed", "heads"), MODELS)
+def test_models(
+    request: pytest.FixtureRequest, count: str, mixer: str, exchange: str, packed: bool, heads: int
+) -> None:
+    given = {"mixer": mixer, "exchange": exchange, "packed": packed, "heads": heads}
+    for errors in request.getfixturevalue(count)("whole_models.context_model", **given):
         assert max(errors.values()) < 1e-10, errors
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("mixer", KINDS)
-def test_models_over_two(two: Processes, mixer: str, packed: bool) -> None:
-    check_model(two, mixer=mixer, exchange="gather", packed=packed, heads=1)
 
 
 def test_layers_that_are_not_linear_name_themselves(two: Processes) -> None:
@@ -115,14 +127,3 @@ def test_the_transition_is_what_a_state_is_multiplied_by() -> None:
         started = operator(**given, initial_state=start).final_state
         torch.testing.assert_close(started - final_state, start @ m, rtol=0, atol=1e-12)
         torch.testing.assert_close(o, operator(**given).o, rtol=0, atol=1e-12)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("exchange", ["gather", "scan"])
-@pytest.mark.parametrize("mixer", [name for name in MIXERS if name not in NOT_LINEAR])
-def test_models_over_four(
-    four: Processes, mixer: str, exchange: str, packed: bool, heads: int
-) -> None:
-    check_model(four, mixer=mixer, exchange=exchange, packed=packed, heads=heads)
