@@ -1,7 +1,5 @@
 """Heads, channels and vocabulary over processes: what one process computes."""
 
-from typing import Any
-
 import pytest
 from processes import Processes
 from whole_models import config_of
@@ -18,16 +16,28 @@ KINDS = [
 OF_ALL = [name for name in MIXERS if not MIXERS[name].heads_alone]
 
 
-def check(processes: Processes, run: str = "heads_and_shards", **given: Any) -> None:
-    for errors in processes(f"whole_models.{run}", **given):
+# By processes, mixer and how many of them its heads are split over.
+SPLITS = [
+    *(("two", mixer, 2) for mixer in KINDS), ("two", "gated_deltanet", 1), ("two", "rwkv7", 1),
+    *(
+        pytest.param("four", mixer, tensor, marks=pytest.mark.distributed)
+        for mixer in (*MIXERS, "experts") for tensor in (1, 2, 4)
+        if tensor == 1 or mixer not in OF_ALL
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "mixer", "tensor"), SPLITS)
+def test_heads_and_shards(
+    request: pytest.FixtureRequest, count: str, mixer: str, tensor: int
+) -> None:
+    processes, given = request.getfixturevalue(count), {"mixer": mixer, "tensor": tensor}
+    found = processes("whole_models.heads_and_shards", **given)
+    if given == {"mixer": "gated_deltanet", "tensor": 2}:
+        # What the backward computes again is split too.
+        found += processes("whole_models.heads_recomputed", **given)
+    for errors in found:
         assert max(errors.values()) < 1e-10, errors
-
-
-@pytest.mark.parametrize(
-    ("mixer", "tensor"), [*((mixer, 2) for mixer in KINDS), ("gated_deltanet", 1), ("rwkv7", 1)]
-)
-def test_heads_and_shards_over_two(two: Processes, mixer: str, tensor: int) -> None:
-    check(two, mixer=mixer, tensor=tensor)
 
 
 def test_experts_are_sharded_and_what_chooses_them_is_exact(two: Processes) -> None:
@@ -41,10 +51,6 @@ def test_gradients_in_16_bits_are_summed_in_32(two: Processes) -> None:
         assert same
         # Half of the gradients leave each of two.
         assert sent == pytest.approx(2 * numbers / 2)
-
-
-def test_what_the_backward_computes_again_is_split_too(two: Processes) -> None:
-    check(two, "heads_recomputed", mixer="gated_deltanet", tensor=2)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +67,3 @@ def test_layers_whose_heads_read_each_other_name_themselves(mixer: str) -> None:
     model = CausalLM(config_of(mixer))
     with pytest.raises(ValueError, match=f"{mixer} cannot be split over 2 processes, each of"):
         local_block(model.config, 0, model.blocks[0].mixer, 2)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("tensor", [1, 2, 4])
-@pytest.mark.parametrize("mixer", [*MIXERS, "experts"])
-def test_four(four: Processes, mixer: str, tensor: int) -> None:
-    if tensor == 1 or mixer not in OF_ALL:
-        check(four, mixer=mixer, tensor=tensor)
