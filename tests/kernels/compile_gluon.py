@@ -92,11 +92,6 @@ def save(inputs: Inputs, lends: bool = False) -> None:
     stage.forward(kept(inputs, lends), True)
 
 
-def lend(inputs: Inputs) -> None:
-    """The same where gradients may lie."""
-    save(inputs, True)
-
-
 def kept(inputs: Inputs, lends: bool = False) -> Call:
     """A call with room for what is saved."""
     call = Call(inputs, new_plan(inputs))
@@ -138,11 +133,6 @@ def backward(inputs: Inputs, lends: bool = False) -> None:
     gradient_stage.backward(call, None)
 
 
-def borrow(inputs: Inputs) -> None:
-    """The same of what may lie there."""
-    backward(inputs, True)
-
-
 def through(inputs: Inputs, save: bool = False) -> None:
     """The scan of a forward."""
     call = kept(inputs)
@@ -151,11 +141,6 @@ def through(inputs: Inputs, save: bool = False) -> None:
     wide_scan_stage.scans(
         call, dict.fromkeys(LEFT) | left | {"o": inputs.v, "final_state": state}, False
     )
-
-
-def leaving(inputs: Inputs) -> None:
-    """The same of one that saves."""
-    through(inputs, True)
 
 
 def back(inputs: Inputs) -> None:
@@ -172,6 +157,8 @@ def scan(
 ) -> None:
     """A scan over chunks of segments, or of whole sequences."""
     call = making_pairs(inputs) if makes else kept(inputs)
+    # As on a GPU where first outputs may start early.
+    segment_scan_stage.can_follow = lambda device: places in ("later", "first")
     assert segment_scan_stage.can(inputs, goal)
     key = call.plan.tile_key._replace(narrow=narrow)
     size, made = 0 if (goal, places) == ("outputs", "all") else 1, call.plan.made
@@ -181,11 +168,6 @@ def scan(
     o = values if goal == "outputs" else None
     start = None if (goal, places) == ("ends", "later") else inputs.initial_state
     segment_scan_stage.run(call, goal, start, states, o, places)
-
-
-def narrow_outputs(inputs: Inputs) -> None:
-    """Half of a head's values in a program."""
-    scan("outputs", inputs, narrow=True)
 
 
 def scores(inputs: Inputs) -> None:
@@ -205,29 +187,6 @@ def making_pairs(inputs: Inputs) -> Call:
 def corrections(inputs: Inputs) -> None:
     """Of the pairs of rows of all chunks, without P."""
     segment_scan_stage.scores(making_pairs(inputs))
-
-
-def making_outputs(inputs: Inputs) -> None:
-    """The same as narrow_outputs, and P."""
-    scan("outputs", inputs, narrow=True, makes=True)
-
-
-def outputs(inputs: Inputs) -> None:
-    scan("outputs", inputs)
-
-
-def ends(inputs: Inputs) -> None:
-    scan("ends", inputs)
-
-
-def ends_back(inputs: Inputs) -> None:
-    scan("back", inputs)
-
-
-def later_ends(inputs: Inputs) -> None:
-    """Beside which first segments have outputs, as on a GPU where these may start early."""
-    segment_scan_stage.can_follow = lambda device: True
-    scan("ends", inputs, narrow=True, places="later")
 
 
 def halved_ends(inputs: Inputs) -> None:
@@ -253,37 +212,43 @@ def starts(inputs: Inputs, processors: int = 132) -> None:
     segment_scan_stage.starts(call, inputs.initial_state)
 
 
-def wide_starts(inputs: Inputs) -> None:
-    """Of more programs than multiprocessors."""
-    starts(inputs, 1)
+BY_CHANNEL = {"forward": forward, "save": save, "channels": channels}
+OF_PARTS = {"save": save, "gradients": gradients}
+OF_HEADS = {"forward": forward, "twice": twice, **OF_PARTS}
+# Where gradients may lie.
+LENT = {"lend": partial(save, lends=True), "borrow": partial(backward, lends=True)}
+OF_WIDE = {"through": through, "leaving": partial(through, save=True), "back": back}
+SCANS = {
+    "ends": partial(scan, "ends"), "outputs": partial(scan, "outputs"),
+    # Half of a head's values in a program.
+    "narrow_outputs": partial(scan, "outputs", narrow=True), "ends_back": partial(scan, "back"),
+}  # fmt: skip
+PAIRS = {
+    "scores": scores, "corrections": corrections, "halved_ends": halved_ends, "starts": starts,
+    "making_outputs": partial(scan, "outputs", narrow=True, makes=True),
+    # Beside which first segments have outputs, with P.
+    "later_ends": partial(scan, "ends", narrow=True, places="later"),
+    "first_outputs": partial(scan, "outputs", narrow=True, places="first", makes=True),
+    # Of more programs than multiprocessors.
+    "wide_starts": partial(starts, processors=1),
+}  # fmt: skip
+ON_HOPPER = {"backward", *LENT, *SCANS, *PAIRS}
 
 
-def first_outputs(inputs: Inputs) -> None:
-    """Those, and P."""
-    segment_scan_stage.can_follow = lambda device: True
-    scan("outputs", inputs, narrow=True, places="first", makes=True)
-
-
-SCANS = [ends, outputs, narrow_outputs, ends_back]
-PAIRS = [scores, corrections, making_outputs, later_ends, first_outputs]
-PAIRS += [halved_ends, starts, wide_starts]
-
-
-def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
+def passes_of(form: Form) -> dict[str, Callable[[Inputs], None]]:
     """What is compiled of a form; how many value heads share a key head, no forward knows."""
     if form.size == WIDE:
-        halves = [gradients] if gradient_stage.can(inputs_of(form)) else []
-        return [through, leaving, back, *halves]
+        return OF_WIDE | ({"gradients": gradients} if gradient_stage.can(inputs_of(form)) else {})
     if form.rule in CHANNELS:
-        return [forward, save, channels]
+        return BY_CHANNEL
     if form.heads != "alone":
-        return [save, gradients] if form.heads == "parts" else [gradients]
-    whole = [backward] if form.size > gradient_stage.WHOLE_SIZE // 2 else []
+        return OF_PARTS if form.heads == "parts" else {"gradients": gradients}
+    whole = {"backward": backward} if form.size > gradient_stage.WHOLE_SIZE // 2 else {}
     if form.size == gradient_stage.WHOLE_SIZE and form.tokens == "whole" and form.rule != "plain":
-        whole += [lend, borrow]
+        whole |= LENT
         if form.rule == "gated":
-            whole += [*SCANS, *([] if form.norm == "unit" else PAIRS)]
-    return [forward, twice, save, gradients, *whole]
+            whole |= SCANS | ({} if form.norm == "unit" else PAIRS)
+    return OF_HEADS | whole
 
 
 def last_launch(run: Callable[[Inputs], None], inputs: Inputs) -> list[Launch]:
@@ -301,14 +266,10 @@ def forms(capability: int) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         assert (
             wide_scan_stage.can(inputs) if form.size == WIDE else stage.why_not_form(inputs) is None
         )
-        for run in passes_of(form):
-            on_hopper = (backward, lend, borrow, *PAIRS, *SCANS)
-            others = form.rule in CHANNELS or form.size == WIDE or run in on_hopper
+        for name, run in passes_of(form).items():
+            others = form.rule in CHANNELS or form.size == WIDE or name in ON_HOPPER
             if capability == 90 or not others:
-                yield (
-                    f"{' '.join(map(str, form))} {run.__name__}",
-                    partial(last_launch, run, inputs),
-                )
+                yield f"{' '.join(map(str, form))} {name}", partial(last_launch, run, inputs)
 
 
 if __name__ == "__main__":
