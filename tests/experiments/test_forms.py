@@ -43,12 +43,7 @@ def test_an_entry_of_recall_is_of_the_rate_that_is_best_in_the_mean_over_seeds()
     assert mqar.entry([]) == "-"
 
 
-def test_published_recall_has_the_figures_epochs_and_rates_and_the_usual_epsilon():
-    cells = MQAR.cells("published")
-    assert len(cells) == len({cell.name for cell in cells}) == 8 * 3 * 4
-    assert {cell.loop.steps for cell in cells} == {64 * (100_000 // 128)}
-    assert {cell.optimizer.lr for cell in cells} == {1e-4, 4.6e-4, 2.15e-3, 1e-2}
-    assert {cell.model.norm_eps for cell in cells} == {1e-5}
+def test_published_recall_has_a_convolution_where_the_name_says_so():
     bare = {}
     for cell in BY_SYSTEM:
         with torch.device("meta"):
@@ -56,7 +51,6 @@ def test_published_recall_has_the_figures_epochs_and_rates_and_the_usual_epsilon
         bare[cell.name.split("-d")[0]] = "conv.weight" in weights
     assert bare["mamba2"]
     assert not bare["mamba2-no-conv"]
-    assert next(c for c in BY_SYSTEM if c.name.startswith("retnet")).model.num_heads == 8
 
 
 def test_a_table_tells_a_system_from_the_one_without_its_convolution():

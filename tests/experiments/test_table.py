@@ -111,8 +111,3 @@ def test_a_cell_of_every_kind_runs(name, scale, index, labels, tmp_path):
     assert found["steps"] == 2
     if prefixes := cell.evaluations[0].prefixes:
         assert [n for n, _ in found["evaluations"]["new rows"]["prefixes"]] == list(prefixes)
-
-
-def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="NAME must be one of leaderboard, mqar"):
-        load_experiment("nothing")
