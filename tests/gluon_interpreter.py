@@ -452,11 +452,6 @@ class Machine:
             self.copies.remove(copy)
             copy[2]()
 
-    def rows_in(self, tile: Memory, pointer: Pointer, mask: Value) -> None:
-        """Rows that a role copies itself."""
-        tile.data.copy_(pointer.load(mask))
-        tile.unseen.fill_(self.role())
-
     # -- products
 
     def product(
@@ -588,7 +583,7 @@ def language(machine: Machine) -> SimpleNamespace:
     return SimpleNamespace(
         **TYPES, constexpr=None, BlockedLayout=nothing, SliceLayout=nothing,
         DotOperandLayout=nothing, SwizzledSharedLayout=nothing, num_warps=lambda: 1,
-        static_range=range, where=where, exp2=elementwise(power), log2=elementwise(torch.log2),
+        static_range=range, where=where, exp2=elementwise(power),
         exp=elementwise(torch.exp), rsqrt=elementwise(torch.rsqrt), atomic_add=added,
         fma=lambda x, y, z: x * y + z, NVMMADistributedLayout=nothing,
         maximum=elementwise(torch.maximum), minimum=elementwise(torch.minimum),
@@ -628,10 +623,6 @@ def replaced(machine: Machine) -> dict[str, Any]:
         "tma": SimpleNamespace(
             async_copy_global_to_shared=machine.copy_in,
             async_copy_shared_to_global=machine.copy_out, store_wait=machine.store_wait,
-        ),
-        "async_copy": SimpleNamespace(
-            async_copy_global_to_shared=machine.rows_in, commit_group=lambda: None,
-            wait_group=lambda left: None,
         ),
     }  # fmt: skip
 

@@ -27,7 +27,7 @@ from truth import assert_causal, rows_of
 # What the order of events is drawn from.
 ORDER = {"seed": 0}
 GATES = ("q", "k", "v", "beta", "log_decay")
-WIDE = {"key_size": 128, "value_size": 128}
+WIDE, SMALL = {"key_size": 128, "value_size": 128}, {"key_size": 64, "value_size": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -70,82 +70,44 @@ def below_range(case: Case) -> float:
 FORMS = [(decay, erase) for decay in ("channel", "head", "none") for erase in ("none", "tied")]
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("decay", "erase"), FORMS)
-def test_it_computes_the_definition(decay, erase, normalize) -> None:
-    check(case_of(decay, erase, tokens=150, normalize_qk=normalize))
-
-
-@pytest.mark.parametrize(("decay", "erase"), FORMS[2:])
-def test_so_it_does_for_states_of_128_by_128(decay, erase) -> None:
-    check(case_of(decay, erase, tokens=128, **WIDE))
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("decay", "erase"), FORMS[2:])
-def test_two_writes_a_token(decay, erase, normalize) -> None:
-    check(case_of(decay, erase, tokens=75, n_steps=2, normalize_qk=normalize, heads=2))
-
-
-@pytest.mark.parametrize(("decay", "erase"), FORMS[2:])
-def test_unit_norm_of_two_key_heads(decay, erase) -> None:
-    unit = {"normalize_qk": True, "heads": 2}
-    check(case_of(decay, erase, tokens=150, **unit))
-    check(case_of(decay, erase, tokens=128, **unit, **WIDE))
-    check(case_of(decay, erase, lengths=(3, 0, 70, 64, 1), **unit))
-    if erase == "none":
-        check(case_of(decay, erase, 0.05, tokens=150, dtype=torch.float16, **unit))
-
-
-MANY = {"tokens": 320, "heads": 2, "value_heads": 4}
-OTHERS = {
-    "two writes of 128 by 128": lambda: case_of(tokens=64, n_steps=2, **WIDE),
-    "a constant decay, grouped heads": lambda: case_of(
-        "constant", tokens=128, batch=2, heads=2, value_heads=4
-    ),
+UNIT, TWO_HEADS = {"normalize_qk": True}, {"heads": 2, "value_heads": 4}
+BY_HEAD, NORMS, PACKED = FORMS[2:], ({}, UNIT), {"lengths": (3, 0, 70, 64, 1)}
+TIED, TWICE = ("head", "tied"), {"heads": 2, "n_steps": 2}
+SLOW = {"strength": 0.05, "dtype": torch.float16}
+CALLS = [
+    *((form, {"tokens": 150} | norm) for form in FORMS for norm in NORMS),
+    *((form, {"tokens": 128} | WIDE) for form in BY_HEAD),
+    *((form, {"tokens": 75} | TWICE | norm) for form in BY_HEAD for norm in NORMS),
+    *((form, {"heads": 2} | UNIT | sizes) for form in BY_HEAD
+      for sizes in ({"tokens": 150}, {"tokens": 128} | WIDE, PACKED)),
+    *((form, PACKED | norm) for form in (*FORMS[:2], TIED) for norm in NORMS),
+    *((TIED, {"lengths": (3, 0, 38, 32, 1), "n_steps": 2} | norm) for norm in NORMS),
+    (TIED, {"tokens": 64, "n_steps": 2} | WIDE),
+    (("constant", "tied"), {"tokens": 128, "batch": 2} | TWO_HEADS),
     # Of slow decays: of few tokens the roundings would be too few to average out.
-    "float16": lambda: case_of("head", "none", 0.05, tokens=130, dtype=torch.float16),
-    "heads in two parts": lambda: case_of(tokens=70, value_size=128, normalize_qk=True),
-    "heads in three parts, packed": lambda: case_of(
-        "head", "tied", lengths=(70, 3), heads=2, value_heads=4, value_size=192
-    ),
-    "heads in two parts, two writes": lambda: case_of(
-        tokens=64, n_steps=2, heads=2, value_size=128
-    ),
-    "heads of 96 in two parts": lambda: case_of(
-        tokens=70, heads=2, key_size=96, value_size=192, normalize_qk=True
-    ),
-    "80 by 112, packed": lambda: case_of(
-        lengths=(70, 64), heads=2, value_heads=4, key_size=80, value_size=112
-    ),
-    "80 by 80, two writes": lambda: case_of(tokens=75, n_steps=2, key_size=80, value_size=80),
-    "96 by 128 without an erase": lambda: case_of(
-        "head", "none", tokens=150, heads=2, key_size=96, value_size=128
-    ),
-    "grouped heads, channels": lambda: case_of("channel", "tied", 0.1, **MANY),
-    "grouped heads, channels, no erase": lambda: case_of("channel", "none", 0.1, **MANY),
-    "rows without an initial state": lambda: case_of("channel", batch=2, tokens=128).changed(
-        initial_state=None
-    ),
-    "beyond the fast form, unit norm, packed": lambda: case_of(
-        "channel", strength=8.0, lengths=(70, 64, 40), normalize_qk=True, heads=2
-    ),
-}
+    *((form, {"tokens": 150, "heads": 2} | SLOW | UNIT) for form in (("head", "none"), FORMS[4])),
+    (("head", "none"), {"tokens": 130} | SLOW),
+    # Heads in parts, and those that do not fill tiles.
+    (TIED, {"tokens": 70, "value_size": 128} | UNIT),
+    (TIED, {"lengths": (70, 3), "value_size": 192} | TWO_HEADS),
+    (TIED, {"tokens": 64, "value_size": 128} | TWICE),
+    (TIED, {"tokens": 70, "heads": 2, "key_size": 96, "value_size": 192} | UNIT),
+    (TIED, {"lengths": (70, 64), "key_size": 80, "value_size": 112} | TWO_HEADS),
+    (TIED, {"tokens": 75, "n_steps": 2, "key_size": 80, "value_size": 80}),
+    (("head", "none"), {"tokens": 150, "heads": 2, "key_size": 96, "value_size": 128}),
+    *((form, {"strength": 0.1, "tokens": 320} | TWO_HEADS) for form in FORMS[:2]),
+    # Beyond the fast form.
+    (FORMS[1], {"strength": 8.0, "lengths": (70, 64, 40), "heads": 2} | UNIT),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS)
-def test_so_it_does_for_other_calls(case) -> None:
-    check(case())
+@pytest.mark.parametrize(("form", "options"), CALLS, ids=str)
+def test_it_computes_the_definition(form, options) -> None:
+    check(case_of(*form, **options))
 
 
-PACKED = [("channel", "tied", 1), ("head", "tied", 1), ("channel", "none", 1), ("head", "tied", 2)]
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("decay", "erase", "n_steps"), PACKED)
-def test_packed_sequences(decay, erase, n_steps, normalize) -> None:
-    lengths = (3, 0, 70 // n_steps + 3, 64 // n_steps, 1)
-    check(case_of(decay, erase, lengths=lengths, n_steps=n_steps, normalize_qk=normalize))
+def test_so_it_does_without_an_initial_state() -> None:
+    check(case_of("channel", batch=2, tokens=128).changed(initial_state=None))
 
 
 @pytest.mark.parametrize("strength", [4.0, 1000.0])
@@ -382,26 +344,32 @@ def test_the_memory_of_the_interpreter_is_poisoned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "reason"),
+    ("options", "changes", "reason"),
     [
-        (
-            case_of("channel", key_size=64, value_size=64),
-            "of decays per channel has \\(K, V\\) = \\(128, 128\\), got \\(64, 64\\)",
-        ),
-        (case_of("channel", value_size=64), r"got \(128, 64\)"),
-        (case_of("channel", dtype=torch.float16), "takes bfloat16, got torch.float16"),
-        (case_of("channel", n_steps=2), "n_steps up to 1"),
-        (case_of(n_steps=3), "n_steps up to 2"),
-        (case_of(key_size=32), "got \\(32, 64\\)"),
-        (case_of(key_size=48, value_size=48), r"from 80 to 128 .*, got \(48, 48\)"),
-        (case_of(value_size=80), r"steps of 16, .*got \(64, 80\)"),
-        (case_of(key_size=100, value_size=200), r"steps of 16, .*got \(100, 200\)"),
-        (case_of(dtype=torch.float32), "takes bfloat16"),
-        (case_of(dtype=torch.float16), "float16"),
+        ({"decay": "channel"} | SMALL, {}, r"= \(128, 128\), got \(64, 64\)"),
+        ({"decay": "channel", "value_size": 64}, {}, r"got \(128, 64\)"),
+        ({"decay": "channel", "dtype": torch.float16}, {}, "takes bfloat16, got torch.float16"),
+        ({"decay": "channel", "n_steps": 2}, {}, "n_steps up to 1"),
+        ({"n_steps": 3}, {}, "n_steps up to 2"),
+        ({"key_size": 32}, {}, r"got \(32, 64\)"),
+        ({"key_size": 48, "value_size": 48}, {}, r"from 80 to 128 .*, got \(48, 48\)"),
+        ({"value_size": 80}, {}, r"steps of 16, .*got \(64, 80\)"),
+        ({"key_size": 100, "value_size": 200}, {}, r"steps of 16, .*got \(100, 200\)"),
+        ({"dtype": torch.float32}, {}, "takes bfloat16"),
+        ({"dtype": torch.float16}, {}, "float16"),
+        ({"erase": "none"}, dict.fromkeys("ab", torch.zeros(1)), "no free erase"),
+        ({}, {"batch_invariant": True}, "batch_invariant"), ({}, {"scale": -1.0}, "scale"),
     ],
-)
-def test_what_it_cannot_do_has_a_reason(case, reason) -> None:
-    assert re.search(reason, stage.why_not_form(inputs_of(case)) or "")
+)  # fmt: skip
+def test_what_it_cannot_do_has_a_reason(options, changes, reason) -> None:
+    inputs = inputs_of(case_of(**options))
+    assert re.search(reason, stage.why_not_form(inputs._replace(**changes)) or "")
+
+
+def test_on_a_cpu_it_is_not_taken() -> None:
+    inputs = inputs_of(case_of())
+    assert "CUDA" in (stage.why_not(inputs) or "")
+    assert not stage.pays(inputs, new_plan(inputs))
 
 
 @pytest.mark.parametrize(
@@ -414,12 +382,6 @@ def test_parts_of_a_head_have_one_size(sizes, parts) -> None:
     found = stage.in_parts(inputs)
     assert found.v.shape[2:] == (2 * parts[0], parts[1])
     assert (stage.why_not_form(found) is None) == (parts[1] <= 128)
-
-
-def test_a_free_erase_is_refused() -> None:
-    inputs = inputs_of(case_of("channel", "none"))
-    inputs = inputs._replace(a=inputs.log_decay, b=inputs.log_decay)
-    assert "no free erase" in (stage.why_not_form(inputs) or "")
 
 
 def stage_says(monkeypatch, **answers: object) -> None:
@@ -441,57 +403,39 @@ def test_channels_are_taken_where_programs_fill_the_gpu(erase, monkeypatch) -> N
     assert stage.pays(inputs, plan, save=True)
 
 
-def test_it_keeps_out_of_calls_that_do_not_depend_on_the_batch() -> None:
-    inputs = inputs_of(case_of())
-    assert "batch_invariant" in (stage.why_not_form(inputs._replace(batch_invariant=True)) or "")
-    assert "scale" in (stage.why_not_form(inputs._replace(scale=-1.0)) or "")
-    assert "CUDA" in (stage.why_not(inputs) or "")
-    assert not stage.pays(inputs, new_plan(inputs))
-
-
 def test_two_writes_a_token_are_taken_where_no_gradient_is_asked_for(monkeypatch) -> None:
     stage_says(monkeypatch, why_not=None, fills=True)
     twice = inputs_of(case_of(n_steps=2))
     assert stage.pays(twice, new_plan(twice))
     assert not stage.pays(twice, new_plan(twice), save=True)
     assert "uses this kernel here" in stage.place_in_order(twice)
+    # Nobody is given unasked what no GPU has timed.
+    monkeypatch.setattr(stage, "STEPS_TIMED", 1)
+    assert not stage.pays(twice, new_plan(twice))
+    assert "no GPU has timed" in stage.place_in_order(twice)
 
 
 def test_heads_are_taken_in_parts_where_the_parts_fill_the_gpu(monkeypatch) -> None:
     stage_says(monkeypatch, why_not=None, multiprocessors=132)
     runs = []
     monkeypatch.setattr(gradient_stage, "runs", lambda call: bool(runs))
-    few, many = (
-        inputs_of(
-            case_of(batch=rows, tokens=1, heads=8, value_heads=8, key_size=128, value_size=256)
-        )
-        for rows in (1, 8)
-    )
+    sizes = {"batch": 8, "tokens": 1, "heads": 8, "value_heads": 8}
+    half, full = {"key_size": 128, "value_size": 256}, {"key_size": 96, "value_size": 192}
+    packed = {"lengths": (64,) * 8} | full
+    others = {"batch": 1} | half, half, {"value_size": 128}, full, packed
+    few, many, narrow, full, short = (inputs_of(case_of(**(sizes | of))) for of in others)
     assert stage.taken_in_parts(few, save=False) is few
     parts = stage.taken_in_parts(many, save=False)
     assert (parts.v.shape[2:], parts.initial_state.shape[1:]) == ((16, 128), (16, 128, 128))
     assert (parts.per_gate, many.per_gate) == (2, 1)
     assert "uses this kernel here" in stage.place_in_order(many)
-    narrow = inputs_of(case_of(batch=8, tokens=1, heads=8, value_heads=8, value_size=128))
     assert stage.taken_in_parts(narrow, save=False) is narrow
-    sizes = {"batch": 8, "tokens": 1, "heads": 8, "value_heads": 8}
-    full = inputs_of(case_of(key_size=96, value_size=192, **sizes))
     assert stage.taken_in_parts(full, save=False).v.shape[2:] == (16, 96)
-    short = inputs_of(case_of(lengths=(64,) * 8, key_size=96, value_size=192, **sizes))
     assert stage.taken_in_parts(short, save=False) is short
     # A backward has to find what the gradients of chunks run on.
     assert stage.taken_in_parts(many, save=True) is many
     runs.append(1)
     assert stage.taken_in_parts(many, save=True).per_gate == 2
-
-
-def test_nobody_is_given_unasked_what_no_gpu_has_timed(monkeypatch) -> None:
-    stage_says(monkeypatch, why_not=None, fills=True)
-    monkeypatch.setattr(stage, "STEPS_TIMED", 1)
-    once, twice = (inputs_of(case_of(n_steps=n)) for n in (1, 2))
-    assert stage.pays(once, new_plan(once))
-    assert not stage.pays(twice, new_plan(twice))
-    assert "no GPU has timed" in stage.place_in_order(twice)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,11 @@ from deltarule.ops.delta_rule.gluon import segment_scan_stage
 from deltarule.ops.delta_rule.triton import passes, plan
 from deltarule.ops.delta_rule.triton.passes import kept_shapes
 from gluon_interpreter import interpret_launches
-from ops.test_gluon_gradients import around_all, call_of, rounded
+from kernels.interpreted import inputs_of
+from ops.test_gluon import saved_of
 from oracle import Case, check_fused, make_case, module_with_gradients, run_module, weights
 from tolerance import assert_close_to_yardstick, relative_rms
+from truth import part
 
 CHUNK, SIZE = 64, 128
 
@@ -37,16 +39,21 @@ class Ends(NamedTuple):
     gradient: Tensor | None
 
 
-def case_of(decay: str = "head", **options: object) -> Case:
+def case_of(**options: object) -> Case:
+    """Decays so weak that what came before a segment still counts after it."""
     sizes = {"heads": 1, "value_heads": 2, "key_size": SIZE, "value_size": SIZE, "beta_max": 1.0}
-    return make_case(decay, "tied", **(sizes | options), dtype=torch.bfloat16)
+    case = make_case("head", "tied", **(sizes | options), dtype=torch.bfloat16)
+    return case.changed(log_decay=0.05 * case.tensors["log_decay"])
+
+
+def call_of(case: Case) -> plan.Call:
+    return plan.Call(inputs := inputs_of(case), plan.new_plan(inputs))
 
 
 def found(case: Case, given: tuple[Tensor, Tensor], size: int, bounded: bool = True) -> Ends:
     """By the kernel, of segments of so many chunks."""
-    low = "states", "errors", "scores", "corrections"
-    call = call_of(case)
-    call.values |= rounded(case, given, call, *low) | {"d_o": given[0].bfloat16()}
+    call = saved_of(case)
+    call.values["d_o"] = given[0].bfloat16()
     shape, dtype = kept_shapes(call, True)["ends"]
     ends = torch.full(shape, torch.nan, dtype=dtype)
     first, last = (case.tensors["initial_state"], given[1].float()) if bounded else (None, None)
@@ -80,13 +87,11 @@ def check(case: Case, size: int, monkeypatch: pytest.MonkeyPatch, bounded: bool 
     out, tokens = found(case, given, size, bounded), case.tensors["q"].shape[1]
     starts = [*range(0, tokens, size * CHUNK)]
     for place, start in enumerate(starts):
-        part = slice(start, start + size * CHUNK)
+        here = slice(start, start + size * CHUNK)
         zero = torch.zeros_like(case.tensors["initial_state"])
-        own = {n: x[:, part] for n, x in case.tensors.items() if x is not None and x.ndim != 4}
-        own |= {n: case.tensors[n][:, part] for n in "qkv"}
         first, last = place == 0, place == len(starts) - 1
         start_state = case.tensors["initial_state"] if first and bounded else zero
-        own = case.changed(**own, initial_state=start_state)
+        own = case.changed(**part(case, case.tensors, here) | {"initial_state": start_state})
         d_final = given[1] if last and bounded else torch.zeros_like(given[1])
         identity = torch.eye(SIZE).expand(zero.shape).contiguous()
         alone = own.changed(v=torch.zeros_like(own.tensors["v"]), initial_state=identity)
@@ -95,7 +100,7 @@ def check(case: Case, size: int, monkeypatch: pytest.MonkeyPatch, bounded: bool 
             if not first:
                 compare(out.transition[:, place], alone, name="A")
         if not first and out.gradient is not None:
-            compare(out.gradient[:, place], own, (given[0][:, part], d_final), name="D")
+            compare(out.gradient[:, place], own, (given[0][:, here], d_final), name="D")
 
 
 def compare(
@@ -130,7 +135,7 @@ def test_so_they_are_of_two_segments_of_more_chunks_than_slots(monkeypatch) -> N
 
 def test_so_they_are_where_there_are_resets(monkeypatch) -> None:
     case = case_of(batch=1, tokens=6 * CHUNK)
-    decay = case.tensors["log_decay"] * 0.05
+    decay = case.tensors["log_decay"].clone()
     # The scores' kernel leaves sums of numbers.
     decay[:, 130], decay[:, 150, 1], decay[:, 256] = -200.0, -1e4, -200.0
     check(case.changed(log_decay=decay), 2, monkeypatch)
@@ -142,19 +147,12 @@ def test_outputs_are_those_of_the_definition(size, form, monkeypatch) -> None:
     narrow, makes = form != "wide", form == "makes pairs"
     monkeypatch.setattr(plan, "chunks_per_segment", lambda *shapes: size)
     case = case_of(tokens=5 * CHUNK, normalize_qk=size == 0 and not makes)
-    given = weights(case)
-    call = call_of(case)
-    call = plan.Call(call.inputs, call.plan, call.given)
+    call = saved_of(case)
     key = call.plan.tile_key._replace(narrow=narrow)
     call.plan = plan.Plan(key, call.plan.chunks, call.plan.sizes, size)
-    own = rounded(case, given, call, "states", "scores", "corrections")
-    call.values |= {name: own[name] for name in ("scores", "corrections", "scalings")}
     if makes:
         call.plan.made["makes_pairs"], call.values["scores"] = True, None
-    starts = case.tensors["initial_state"]
-    if size:
-        each = around_all(case, given, call.plan.chunks)["states"].unflatten(0, (len(starts), -1))
-        starts = each[:, ::size].flatten(0, 1).float().contiguous()
+    starts = starts_of(case, size) if size else case.tensors["initial_state"]
     o = torch.full(call.inputs.output_shape, torch.nan, dtype=torch.bfloat16)
     final = torch.full(call.inputs.state_shape, torch.nan)
     assert segment_scan_stage.can(call.inputs, "outputs")
@@ -162,6 +160,15 @@ def test_outputs_are_those_of_the_definition(size, form, monkeypatch) -> None:
         first_outputs(call, case.tensors["initial_state"], starts, o)
     segment_scan_stage.run(call, "outputs", starts, final, o, "later" if size and narrow else "all")
     check_fused((o, final), case)
+
+
+def starts_of(case: Case, size: int) -> Tensor:
+    """The states at the starts of segments, by the definition."""
+    exact, each = case.to(torch.float64), [case.tensors["initial_state"].double()]
+    for end in range(size * CHUNK, case.tensors["q"].shape[1], size * CHUNK):
+        before = exact.changed(**part(exact, exact.tensors, slice(0, end)))
+        each.append(run_module(definition, before).final_state)
+    return torch.stack(each, 1).flatten(0, 1).float()
 
 
 def first_outputs(call: plan.Call, initial: Tensor, starts: Tensor, o: Tensor) -> None:
@@ -221,7 +228,7 @@ def test_a_forward_alone_is_that_of_the_definition(first, monkeypatch) -> None:
 
     monkeypatch.setattr(segment_scan_stage, "run", either)
     case = case_of(batch=2, tokens=8 * CHUNK, value_heads=1)
-    decay = case.tensors["log_decay"] * 0.05
+    decay = case.tensors["log_decay"].clone()
     decay[:, 130], decay[:, 300] = -torch.inf, -200.0
     inputs = call_of(case := case.changed(log_decay=decay)).inputs
     kept = room_of(monkeypatch)
@@ -254,7 +261,7 @@ def test_so_it_is_in_the_segments_that_a_forward_that_keeps_has(monkeypatch) -> 
         segment_scan_stage, "run", lambda *of: (ran.append((of[1], *of[5:])), run(*of))
     )
     case = case_of(batch=1, tokens=6 * CHUNK, value_heads=1)
-    inputs = call_of(case := case.changed(log_decay=case.tensors["log_decay"] * 0.05)).inputs
+    inputs = call_of(case).inputs
     kept = room_of(monkeypatch)
     o, final, _ = passes.forward_stages.run(inputs, False)
     assert ran == [("ends", "all"), ("outputs", "all")]
@@ -282,10 +289,10 @@ def test_only_first_segments_start_before_others_end(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("programs", "makes"), [(1, False), (3, False), (3, True)])
-def test_scores_are_those_of_the_definition(programs, makes, monkeypatch) -> None:
+def test_scores_are_those_that_a_fused_forward_saves(programs, makes, monkeypatch) -> None:
     monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: programs)
     case = case_of(tokens=5 * CHUNK)
-    call = call_of(case)
+    call, expected = call_of(case), saved_of(case)
     names = ("scores", "corrections", "scalings", "chunk_decay")[makes:]
     if makes:
         call.plan.made["makes_pairs"] = True
@@ -294,10 +301,9 @@ def test_scores_are_those_of_the_definition(programs, makes, monkeypatch) -> Non
         shape, dtype = shapes[name]
         call.values[name] = torch.full(shape, torch.nan, dtype=dtype)
     segment_scan_stage.scores(call)
-    expected = around_all(case, weights(case), call.plan.chunks)
     for name in names:
         bar = 1e-5 if call[name].dtype == torch.float32 else 8e-3
-        assert relative_rms(call[name], expected[name]) < bar, name
+        assert relative_rms(call[name], expected[name].double()) < bar, name
 
 
 def test_a_call_alone_has_a_plan_of_its_own_where_narrow_tiles_fill_the_gpu(monkeypatch) -> None:

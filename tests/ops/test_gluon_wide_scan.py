@@ -14,7 +14,7 @@ from deltarule.ops.delta_rule.triton import windows
 from deltarule.ops.delta_rule.triton.plan import Call, new_plan
 from gluon_interpreter import interpret_launches
 from kernels.interpreted import inputs_of, interpreted
-from ops.test_gluon_gradients import compare_backward, compare_passes
+from ops.test_gluon_gradients import compare_passes
 from oracle import Case, make_case
 
 
@@ -49,7 +49,8 @@ RAGGED, PACKED = {"tokens": 150, "batch": 2}, {"lengths": (3, 0, 70, 64)}
 def test_both_passes_are_those_of_triton(decay, erase, options, launches, monkeypatch) -> None:
     monkeypatch.setattr(gradient_stage, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(gradient_stage, "halves_of", lambda inputs: 2)
-    compare_passes(case_of(decay, erase, **options), lambda: take(monkeypatch), again=True)
+    case = case_of(decay, erase, **options)
+    compare_passes(case, lambda: take(monkeypatch), orders=2, alone=True)
     assert len(launches) == 10
 
 
@@ -63,9 +64,9 @@ def take(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_computed_again_takes_the_kernels_of_windows(parts, launches, monkeypatch) -> None:
     cut_into = windows.cut_into
     monkeypatch.setattr(windows, "windows_of", lambda call: cut_into(call, parts))
-    case = case_of("head", "tied", tokens=128, normalize_qk=True).to(torch.float16)
-    compare_backward(case, False, lambda: take(monkeypatch))
-    assert len(launches) == parts, "the gradients alone"
+    case = case_of("head", "tied", tokens=128, normalize_qk=True)
+    compare_passes(case, lambda: take(monkeypatch), save=False)
+    assert len(launches) == 1 + parts, "the forward, and the gradients alone"
 
 
 @pytest.mark.parametrize(
