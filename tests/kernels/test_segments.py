@@ -93,41 +93,35 @@ def test_how_long_segments_are(sizes, options, chunks, monkeypatch) -> None:
     assert launch.chunks_per_segment(call, 64, 128) == chunks
 
 
-@pytest.fixture
-def narrow(monkeypatch):
-    """The plan of a call on an H200."""
+OFFSETS = {"cu_seqlens": torch.zeros(4, dtype=torch.int32)}
+FIXED, FULL = {"batch_invariant": True}, {"dtype": torch.float32}
+
+
+# Whether tiles are narrow, which they are where half of the GPU would idle, and chunks of segments.
+@pytest.mark.parametrize(
+    ("sizes", "options", "expected"),
+    [
+        ((8, 4096, 16), {}, (False, 0)), ((1, 8192, 64), {}, (True, 0)),
+        ((1, 8192, 64), FIXED, (False, 0)), ((1, 32768, 8), {}, (True, 64)),
+        ((1, 32768, 8), FIXED, (False, 0)),
+        # More segments of wide tiles do as well, unless narrow ones can be split too.
+        ((2, 16384, 16), {}, (False, 64)),
+        # Nor where one kernel takes the whole backward, if segments are long.
+        ((1, 32768, 16), {}, (False, 64)), ((1, 16384, 16), {}, (True, 64)),
+        ((1, 2048, 16), {}, (True, 8)), ((1, 8192, 16), OFFSETS, (True, 32)),
+        # Tiles of float32 unless their segments are long.
+        ((1, 256, 16), FULL, (True, 0)), ((1, 8192, 1), FULL, (True, 8)),
+        ((1, 4096, 4), FULL, (True, 16)), ((1, 4096, 8), FULL, (False, 8)),
+        ((1, 512, 16), FULL, (False, 4)),
+    ],
+)  # fmt: skip
+def test_which_tiles_are_narrow(sizes, options, expected, monkeypatch) -> None:
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-
-    def planned(batch, tokens, heads, dtype=torch.bfloat16, **options) -> tuple[bool, int]:
-        x = torch.empty(batch, tokens, heads, 128, dtype=dtype, device="meta")
-        call = Inputs(x, x, x, x[..., 0])
-        plan = launch.new_plan(call._replace(**options))
-        return plan.tile_key.narrow, plan.per_segment
-
-    return planned
-
-
-def test_tiles_are_narrow_where_half_of_the_gpu_would_idle(narrow) -> None:
-    assert narrow(8, 4096, 16) == (False, 0)
-    assert narrow(1, 8192, 64) == (True, 0)
-    assert narrow(1, 8192, 64, batch_invariant=True) == (False, 0)
-    assert narrow(1, 32768, 8) == (True, 64)
-    assert narrow(1, 32768, 8, batch_invariant=True) == (False, 0)
-    # More segments of wide tiles do as well, unless narrow ones can be split too.
-    assert narrow(2, 16384, 16) == (False, 64)
-    # Nor where one kernel takes the whole backward, if segments are long.
-    assert narrow(1, 32768, 16) == (False, 64)
-    assert narrow(1, 16384, 16) == (True, 64)
-    assert narrow(1, 2048, 16) == (True, 8)
-    assert narrow(1, 8192, 16, cu_seqlens=torch.zeros(4, dtype=torch.int32)) == (True, 32)
-
-
-def test_tiles_of_float32_are_narrow_unless_their_segments_are_long(narrow) -> None:
-    assert narrow(1, 256, 16, torch.float32) == (True, 0)
-    assert narrow(1, 8192, 1, torch.float32) == (True, 8)
-    assert narrow(1, 4096, 4, torch.float32) == (True, 16)
-    assert narrow(1, 4096, 8, torch.float32) == (False, 8)
-    assert narrow(1, 512, 16, torch.float32) == (False, 4)
+    dtype = options.get("dtype", torch.bfloat16)
+    x = torch.empty(*sizes, 128, dtype=dtype, device="meta")
+    changes = {name: y for name, y in options.items() if name != "dtype"}
+    plan = launch.new_plan(Inputs(x, x, x, x[..., 0])._replace(**changes))
+    assert (plan.tile_key.narrow, plan.per_segment) == expected
 
 
 SHAPES = {"row": {"tokens": 140}, "packed": {"lengths": (3, 0, 137)}}

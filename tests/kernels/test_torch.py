@@ -19,7 +19,7 @@ from oracle import (
     weights,
     with_gradients,
 )
-from tolerance import assert_close, assert_close_to_yardstick
+from tolerance import assert_close_to_yardstick
 
 GRID = [(decay, erase) for decay in DECAYS for erase in ERASES]
 
@@ -69,28 +69,18 @@ def test_half_precision_within_the_yardstick(decay: str, erase: str, dtype: torc
             assert_close_to_yardstick(found, exact, own, **bars)
 
 
-def unwritten() -> Case:
-    case = make_case("head", "tied", tokens=30)
-    case.tensors["beta"][:, ::2] = 0.0
-    return case
-
-
-def without_direction() -> Case:
-    case = make_case("head", "tied", tokens=20, normalize_qk=True)
-    case.tensors["k"][:, 5] = case.tensors["q"][:, 7] = 0.0
-    return case
-
-
-def identical() -> Case:
-    """Keys, erased as strongly as there is."""
-    case = make_case("none", "tied", tokens=130)
-    case.tensors["k"][:] = case.tensors["k"][:, :1]
-    return case.changed(beta=torch.full_like(case.tensors["beta"], 2.0))
-
-
-@pytest.mark.parametrize("make", [unwritten, without_direction, identical])
-def test_keys_and_strengths_at_their_ends(make) -> None:
-    check(make().to(torch.float32), "torch", stress=make is identical)
+def test_keys_and_strengths_at_their_ends() -> None:
+    unwritten, identical = make_case(tokens=30), make_case("none", tokens=130)
+    unwritten.tensors["beta"][:, ::2] = 0.0
+    without_direction = make_case(tokens=20, normalize_qk=True)
+    x = without_direction.tensors
+    x["k"][:, 5] = x["q"][:, 7] = 0.0
+    for case in (unwritten, without_direction):
+        check(case.to(torch.float32), "torch")
+    # Keys that are erased as strongly as there is.
+    identical.tensors["k"][:] = identical.tensors["k"][:, :1]
+    identical.tensors["beta"][:] = 2.0
+    check(identical.to(torch.float32), "torch", stress=True)
 
 
 @pytest.mark.parametrize("elements", [1, 4096, 2**30])
@@ -117,20 +107,7 @@ def test_plans_place_every_token_once(lengths: list[int], window: int) -> None:
 
 
 def test_states_may_be_recomputed() -> None:
-    case = make_case("channel", "free", tokens=150, dtype=torch.float32)
-    d_o, d_state = weights(case)
-    _, kept = with_gradients(case, "torch", d_o, d_state)
-    names = case.present()
-
-    def loss(*tensors: torch.Tensor) -> torch.Tensor:
-        out = case.run("torch", case.tensors | dict(zip(names, tensors, strict=True)))
-        return (out.o * d_o).sum() + (out.final_state * d_state).sum()
-
-    argnums = tuple(range(len(names)))
-    leaves = [case.tensors[name] for name in names]
-    recomputed = torch.func.grad(loss, argnums)(*leaves)
-    for name, gradient in zip(names, recomputed, strict=True):
-        assert_close(gradient, kept[name].double(), dtype=torch.float32, gradient=True, name=name)
+    check(make_case("channel", "free", tokens=150), "torch", save_states=False)
 
 
 @pytest.mark.parametrize("heads", [1, 2])

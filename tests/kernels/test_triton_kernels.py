@@ -43,23 +43,23 @@ def test_every_decay_and_erase(decay: str, erase: str, n_steps: int, save: bool)
     check(case, "triton", save_states=save, cancels=10.0)
 
 
-@every_rule
-def test_packed_sequences(decay: str, erase: str) -> None:
-    check(small(decay, erase, lengths=(3, 0, 66, 1)), "triton")
-
-
-@every_rule
-@pytest.mark.parametrize(("key_size", "value_size"), [(1, 1), (17, 70), (40, 3)])
-def test_any_sizes_and_more_value_heads(decay, erase, key_size, value_size) -> None:
+def of_size(rule: tuple[str, str], key_size: int, value_size: int) -> dict[str, object]:
+    """More value heads than key heads; many of one number each, so that no head's luck decides."""
+    heads = 16 if key_size == 1 and rule[0] == "head" else 2
     sizes = {"key_size": key_size, "value_size": value_size, "tokens": 20, "beta_max": 1.0}
-    # Of many heads where they have one number each, the luck of none decides.
-    heads = 16 if key_size == 1 and decay == "head" else 2
-    check(small(decay, erase, **sizes, heads=heads, value_heads=2 * heads), "triton")
+    return sizes | {"heads": heads, "value_heads": 2 * heads}
 
 
-@pytest.mark.parametrize(("decay", "erase"), [("none", "tied"), ("head", "tied"), ("head", "none")])
-def test_one_value_head_for_each_key_head(decay: str, erase: str) -> None:
-    check(small(decay, erase, heads=2, value_heads=2), "triton")
+CALLS = [
+    *((rule, {"lengths": (3, 0, 66, 1)}) for rule in RULES),
+    *((rule, of_size(rule, *size)) for rule in RULES for size in ((1, 1), (17, 70), (40, 3))),
+    *((rule, {"heads": 2, "value_heads": 2}) for rule in (*RULES[:2], ("head", "none"))),
+]
+
+
+@pytest.mark.parametrize(("rule", "sizes"), CALLS)
+def test_packed_sequences_any_sizes_and_heads(rule, sizes) -> None:
+    check(small(*rule, **sizes), "triton")
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,9 @@ STEP = {
     "beta must be None with a and b": {"a": ERASE, "b": ERASE},
     "a and b go together": {"beta": None, "a": ERASE},
     "recurrent_step has no gradient": {"state": ZEROS(2, 4, 6, 8, requires_grad=True)},
+    "Triton needs CUDA tensors, and state is on cpu": {"impl": "triton"},
+    r"states must be \[B, T, HV, V, K\] = \[2, 1, 4, ": {"states": ZEROS(2, 2, 4, 6, 8)},
+    r"states must be contiguous, torch\.float32": {"states": ZEROS(2, 1, 4, 6, 8).double()},
 }
 FREE_GOOD = {"beta": None, **drawn("q", "k", "v", "a", "b", decay="none", erase="free", tokens=2)}
 TWO_STEPS = {name: FREE_GOOD[name].repeat_interleave(2, 1) for name in "kv"}

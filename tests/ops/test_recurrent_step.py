@@ -186,18 +186,3 @@ def test_a_step_compiles(device) -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(case, place, state), step(case, place, expected))
     assert torch.equal(state, expected)
-
-
-def test_the_triton_kernel_wants_a_gpu() -> None:
-    case, place = make_case("head", "tied", tokens=1), Place("triton")
-    with pytest.raises(ValueError, match="Triton needs CUDA tensors, and state is on cpu"):
-        step(case, place, case.tensors["initial_state"])
-
-
-def test_room_for_states_is_checked() -> None:
-    case, place = make_case("head", "tied", batch=2, tokens=3), Place("torch")
-    state = case.tensors["initial_state"].clone()
-    with pytest.raises(ValueError, match=r"states must be \[B, T, HV, V, K\] = \[2, 3, "):
-        step(case, place, state, states=torch.zeros(2, 2, *state.shape[1:]))
-    with pytest.raises(ValueError, match=r"states must be contiguous, torch\.float64"):
-        step(case, place, state, states=torch.zeros(2, 3, *state.shape[1:]))
