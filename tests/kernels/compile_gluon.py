@@ -232,7 +232,7 @@ PAIRS = {
     # Of more programs than multiprocessors.
     "wide_starts": partial(starts, processors=1),
 }  # fmt: skip
-ON_HOPPER = {"backward", *LENT, *SCANS, *PAIRS}
+ON_HOPPER = {"gradients", "backward", *LENT, *SCANS, *PAIRS}
 
 
 def passes_of(form: Form) -> dict[str, Callable[[Inputs], None]]:

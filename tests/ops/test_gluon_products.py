@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from deltarule.ops.delta_rule.gluon import gradient_stage, stage
+from deltarule.ops.delta_rule.gluon import stage
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form, product
 from deltarule.ops.delta_rule.gluon.products import (
     finish,
@@ -25,14 +25,12 @@ from deltarule.ops.delta_rule.gluon.products import (
     tell,
     value,
 )
-from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.runtime.gluon_tiles import square
 from gluon_interpreter import Machine, interpret_launches
 from gluon_interpreter import run as launched
 from kernels.interpreted import inputs_of
 from ops import test_gluon as forward
 from ops import test_gluon_gradients as backward
-from oracle import weights
 
 
 @gluon.jit
@@ -112,13 +110,7 @@ def test_what_is_left_out_in_tensor_memory_is_seen(left_out, reason) -> None:
 def tensor_memory(monkeypatch) -> Any:
     """Turns the fused kernels into those of sm_100, run by the interpreter."""
     interpret_launches(monkeypatch, lambda: forward.ORDER["seed"])
-    monkeypatch.setattr(gradient_stage, "multiprocessors", lambda device: 3)
-
-    def turn(on: bool) -> None:
-        for module in (stage, gradient_stage):
-            monkeypatch.setattr(module, "has_tensor_memory", lambda device: on)
-
-    return turn
+    return lambda on: monkeypatch.setattr(stage, "has_tensor_memory", lambda device: on)
 
 
 FORMS = [(decay, erase) for decay in ("none", "head") for erase in ("none", "tied")]
@@ -146,20 +138,6 @@ def test_so_it_has_for_states_of_128_by_128_that_are_saved(decay, erase, tensor_
     found = forward.saved_of(case)
     for name in found.saved:
         assert torch.equal(found[name].nan_to_num(), expected[name].nan_to_num()), name
-
-
-@pytest.mark.parametrize(("decay", "erase"), FORMS)
-@pytest.mark.parametrize("normalize", [False, True])
-def test_gradients_have_them_too(decay, erase, normalize, tensor_memory, monkeypatch) -> None:
-    # Of Triton's forward and scan back, whose interpreter has no arithmetic in bfloat16.
-    case = backward.case_of(decay, erase, value_heads=4, normalize_qk=normalize).to(torch.float16)
-    inputs, (d_o, d_final) = inputs_of(case), weights(case)
-    given = d_o.half(), d_final.float(), inputs, passes.forward(inputs, True)[2]
-    backward.take(monkeypatch, "chunks")
-    expected = passes.backward(*given)
-    tensor_memory(True)
-    for x, y in zip(passes.backward(*given), expected, strict=True):
-        assert x is y is None or torch.equal(x, y)
 
 
 @pytest.mark.parametrize("role", range(3))

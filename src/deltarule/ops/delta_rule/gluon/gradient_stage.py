@@ -23,7 +23,6 @@ from deltarule.ops.delta_rule.gluon.memory import CHUNK, Form
 from deltarule.ops.delta_rule.gluon.stage import (
     CHANNEL_SIZES,
     ends,
-    has_tensor_memory,
     norms_of,
     of_heads,
     of_states,
@@ -110,11 +109,11 @@ def keeps_tiles(inputs: Inputs, per_segment: int) -> bool:
 
 def runs(call: Call) -> bool:
     """Whether on Hopper the first takes this call: like the others by shapes, types and GPU."""
-    return stage.TRAINING and call.inputs.q.is_cuda and can(call.inputs) and has_pairs(call)
+    return call.inputs.q.is_cuda and can(call.inputs) and has_pairs(call)
 
 
 def takes_channels(call: Call) -> bool:
-    return stage.TRAINING and can_by_channel(call.inputs) and has_pairs(call)
+    return can_by_channel(call.inputs) and has_pairs(call)
 
 
 def has_pairs(call: Call) -> bool:
@@ -296,7 +295,7 @@ def launch_of(
     form = Form(
         K=keys, V=values, TIED=tied, UNIT=inputs.normalize_qk, ENDS=where,
         DECAY=inputs.log_decay is not None and not inputs.by_channel,
-        TENSOR=has_tensor_memory(inputs.q.device), **own,
+        **own,
     )  # fmt: skip
     others = OTHERS_OF_CHANNELS if inputs.by_channel else OTHERS
     constants = {"FORM": form, "REGISTERS": others, "num_warps": 8, "maxnreg": AVERAGE}

@@ -16,7 +16,12 @@ has both operands in shared memory.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from deltarule.ops.delta_rule.gluon.gates import add
 from deltarule.ops.delta_rule.gluon.gradient_memory import (
@@ -34,7 +39,6 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     store_role,
 )
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, grid, single_barriers
-from deltarule.ops.delta_rule.gluon.products import finish, gradient_places, start, tell, value
 from deltarule.ops.delta_rule.gluon.score import NOTHING
 from deltarule.ops.delta_rule.triton.tiles import RESET, SCALING, SCALINGS, SUM
 from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier, present
@@ -215,24 +219,22 @@ def row_factor(tiles, row, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def start_state_products(tiles, barriers, slot, n, places, zero, FORM: gl.constexpr):
+def start_state_products(tiles, barriers, slot, n, zero, FORM: gl.constexpr):
     """Those with S and D, in flight: D^T w / beta, S^T dO, S^T X, and D S^T of 64 rows each."""
     d_o, errors = tiles.d_o.index(slot), tiles.errors.index(slot)
     mbarrier.wait(barriers.full_d.index(0), n & 1)
-    written = start(places.written, errors, tiles.d_states, zero, False)
+    written = warpgroup_mma(errors, tiles.d_states, zero, use_acc=False, is_async=True)
     mbarrier.wait(barriers.full_s.index(0), n & 1)
-    read = start(places.read, d_o, tiles.states, zero, False)
+    read = warpgroup_mma(d_o, tiles.states, zero, use_acc=False, is_async=True)
     erased, held = read, read
     if FORM.TIED:
-        erased = start(places.erased, tiles.d_errors.index(slot), tiles.states, zero, False)
+        d_errors = tiles.d_errors.index(slot)
+        erased = warpgroup_mma(d_errors, tiles.states, zero, use_acc=False, is_async=True)
     if FORM.DECAY:
         held = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
         for first in gl.static_range(0, FORM.V, CHUNK):
-            held = start(
-                places.held, tiles.d_states.slice(first, CHUNK),
-                tiles.states.slice(first, CHUNK).permute((1, 0)), held,
-            )  # fmt: skip
-    tell(places.has_states)
+            right = tiles.states.slice(first, CHUNK).permute((1, 0))
+            held = warpgroup_mma(tiles.d_states.slice(first, CHUNK), right, held, is_async=True)
     return written, read, erased, held
 
 
@@ -263,7 +265,7 @@ def leave_values(tiles, barriers, x, row, slot):
 
 
 @gluon.jit
-def compute_role(shared, d_beta, places, FORM: gl.constexpr):
+def compute_role(shared, d_beta, FORM: gl.constexpr):
     tiles, barriers, work = shared
     ACROSS: gl.constexpr = halves(FORM.K)
     keys = gl.zeros([CHUNK, FORM.K], gl.float32, ACROSS)
@@ -277,7 +279,7 @@ def compute_role(shared, d_beta, places, FORM: gl.constexpr):
         k_norm = q_norm
         for head in range(FORM.GROUP):
             at = pair, head, pair * FORM.GROUP + head
-            read, written, erased, inner = of_value_head(shared, d_beta, places, at, keys, FORM)
+            read, written, erased, inner = of_value_head(shared, d_beta, at, keys, FORM)
             slot = (pair * FORM.GROUP + head) % 2
             if FORM.UNIT:
                 q_norm = row_factor(tiles, slot * FACTORS + FACTOR.QUERY_NORM, ACROSS)
@@ -296,7 +298,7 @@ def compute_role(shared, d_beta, places, FORM: gl.constexpr):
 
 
 @gluon.jit
-def of_value_head(shared, d_beta, places, at, keys, FORM: gl.constexpr):
+def of_value_head(shared, d_beta, at, keys, FORM: gl.constexpr):
     """dq, and dk in three parts: col from D, row, and col from GP and GM; dbeta and dv are stored.
 
     `keys` are zeros.
@@ -306,33 +308,29 @@ def of_value_head(shared, d_beta, places, at, keys, FORM: gl.constexpr):
     ACROSS: gl.constexpr = halves(FORM.K)
     # Products that start after those of pairs.
     LATER: gl.constexpr = 2 + (1 if FORM.TIED else 0) + (FORM.V // CHUNK if FORM.DECAY else 0)
-    PAIRS: gl.constexpr = halves(CHUNK)
-    pairs = gl.zeros([CHUNK, CHUNK], gl.float32, PAIRS)
+    pairs = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
     slot, place = n % 2, pair_of(n, work, FORM)
     row = slot * FACTORS
     mbarrier.wait(barriers.full.index(slot), (n // 2) & 1)
     errors = tiles.errors.index(slot).permute((1, 0))
-    gp = start(places.read_pairs, tiles.d_o.index(slot), errors, pairs, False)
+    gp = warpgroup_mma(tiles.d_o.index(slot), errors, pairs, use_acc=False, is_async=True)
     gm = gp
     if FORM.TIED:
-        gm = start(places.erase_pairs, tiles.d_errors.index(slot), errors, pairs, False)
-    tell(places.has_pairs)
-    sums = start_state_products(tiles, barriers, slot, n, places, keys, FORM)
-    gp, gm = finish((gp, gm), places.has_pairs, n & 1, LATER)
-    gp, gm = value(gp, PAIRS), value(gm, PAIRS)
+        gm = warpgroup_mma(tiles.d_errors.index(slot), errors, pairs, use_acc=False, is_async=True)
+    sums = start_state_products(tiles, barriers, slot, n, keys, FORM)
+    gp, gm = warpgroup_mma_wait(LATER, deps=(gp, gm))
     if FORM.TIED:
         gm_diagonal = diagonal_halves(gm)
         store_beta_gradient(d_beta, tiles, row, place, work, gm_diagonal, FORM)
     leave_pairs(tiles, row, gp, gm, FORM.TIED, FORM.DECAY)
     fence_async_shared()
-    written, read, erased, held = finish(sums, places.has_states, n & 1)
-    written, read, erased = value(written, ACROSS), value(read, ACROSS), value(erased, ACROSS)
+    written, read, erased, held = warpgroup_mma_wait(0, deps=sums)
     # Barriers of the role, too: GP and GM are there for all warps.
     mbarrier.arrive(barriers.empty_d.index(0))
     mbarrier.arrive(barriers.empty_s.index(0))
     if FORM.DECAY:
         mbarrier.wait(barriers.took_sums.index(0), (n & 1) ^ 1)
-        tiles.sums.index(SUM.HELD).store(diagonal_halves(value(held, PAIRS)))
+        tiles.sums.index(SUM.HELD).store(diagonal_halves(held))
     written *= row_factor(tiles, row + FACTOR.WRITES, ACROSS)
     read *= row_factor(tiles, row + FACTOR.READS, ACROSS)
     if head == 0:
@@ -345,27 +343,25 @@ def of_value_head(shared, d_beta, places, at, keys, FORM: gl.constexpr):
         inner, written = written, keys
         if FORM.TIED:
             inner, erased = inner + erased, keys
-    inner = start(places.inner, tiles.read_pairs.permute((1, 0)), tiles.q, inner)
-    read = start(places.read, tiles.read_pairs, tiles.k, read)
+    inner = warpgroup_mma(tiles.read_pairs.permute((1, 0)), tiles.q, inner, is_async=True)
+    read = warpgroup_mma(tiles.read_pairs, tiles.k, read, is_async=True)
     if FORM.TIED:
-        inner = start(places.inner, tiles.erase_pairs.permute((1, 0)), tiles.k, inner)
+        inner = warpgroup_mma(tiles.erase_pairs.permute((1, 0)), tiles.k, inner, is_async=True)
         if FORM.DECAY:
-            erased = start(places.erased, tiles.erase_pairs, tiles.k, erased)
+            erased = warpgroup_mma(tiles.erase_pairs, tiles.k, erased, is_async=True)
         else:
-            inner = start(places.inner, tiles.erase_pairs, tiles.k, inner)
-    tell(places.has_keys)
+            inner = warpgroup_mma(tiles.erase_pairs, tiles.k, inner, is_async=True)
     if FORM.DECAY:
         k = tiles.k.load(ACROSS).to(gl.float32)
         tiles.sums.index(SUM.WRITES).store(sums_of_halves(k * written, FORM.K))
     if FORM.VALUES:
         leave_values(tiles, barriers, tiles.d_errors.index(slot), row, slot)
     if FORM.TIED and FORM.DECAY:
-        inner, read, erased = finish((inner, read, erased), places.has_keys, n & 1)
-        erased = value(erased, ACROSS)
+        inner, read, erased = warpgroup_mma_wait(0, deps=(inner, read, erased))
     else:
-        inner, read = finish((inner, read), places.has_keys, n & 1)
+        inner, read = warpgroup_mma_wait(0, deps=(inner, read))
         erased = keys
-    return value(read, ACROSS), written, erased, value(inner, ACROSS)
+    return read, written, erased, inner
 
 
 @gluon.jit
@@ -418,14 +414,13 @@ def fused_gradients_kernel(
         full, empty, new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
         new_barrier(1, 1), new_barrier(1, 1), new_barrier(2, 1), *single_barriers(3),
     )  # fmt: skip
-    places = gradient_places(FORM)
     barrier()
     shared = tiles, barriers, work
     loads = q, k, d_o, errors, d_errors, states, upper, lower
     decays = log_decay, d_log_decay, chunk_decay, T, s_decay_b, s_decay_t, s_decay_h
     gl.warp_specialize(
         [
-            (compute_role, (shared, d_beta, places, FORM)),
+            (compute_role, (shared, d_beta, FORM)),
             (load_role, (shared, loads, FORM)),
             (store_role, (shared, (d_q, d_k, d_v), FORM)),
             (factor_role, (shared, scalings, norms, scale, FORM)),
