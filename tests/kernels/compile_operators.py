@@ -161,8 +161,7 @@ CALLS |= {
         ("TTT", 32, 128, False),
     )
 }  # fmt: skip
-# As the value channels of a wide map are shared out.
-CALLS["Titans, C 16, K 128, V 32"] = partial(memory, "Titans", 16, 128, 0, False, 32)
+CALLS["Titans, K 128, streamed"] = partial(memory, "Titans", 16, 128, 0, False)
 CALLS["scan, signed Mamba, V 1536, K 16"] = partial(
     scan, scan_inputs("Mamba", 1536, 16, BF16)._replace(signed=True)
 )

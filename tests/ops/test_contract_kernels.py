@@ -142,7 +142,7 @@ def form_of(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> Memory:
         monkeypatch.setattr(memory_kernels, "is_held", lambda *of: False)
         monkeypatch.setattr(memory_kernels, "COLUMNS", 16)
     if device == "cpu" and form.share:
-        monkeypatch.setattr(triton_scan, "values_of_program", lambda values, keys: form.share)
+        monkeypatch.setattr(triton_scan, "STREAMED_CHANNELS", form.share)
     return form
 
 
@@ -271,11 +271,6 @@ def test_inner_channels_far_from_zero_have_finite_gradients(operator, device):
     x["beta"] *= 0
     _, found = gradients(operator, x, impl="triton")
     assert all(y.isfinite().all() for y in found.values())
-
-
-def test_how_many_values_a_program_has():
-    sizes = (64, 64), (128, 128), (4, 128), (96, 96), (33, 128), (500, 16)
-    assert [triton_scan.values_of_program(*size) for size in sizes] == [64, 32, 4, 32, 32, 64]
 
 
 @packed

@@ -19,12 +19,10 @@ Maps = tuple[Tensor, ...]
 
 # Tokens of a mini-batch are rows of one tile.
 MAX_MINI_BATCH = 16
-# What a program holds in registers: three maps, and rows of tokens. Without a norm the value
-# channels of a map know nothing of each other, and are shared out; with 256 keys the compiler moves
-# kilobytes of each thread to memory and back.
-HELD_CHANNELS, HELD_KEYS_OF_SHARED = 64, 128
-# What a program streams from the cache: blocks of one map or two.
-STREAMED_CHANNELS = 128
+# What a program holds in registers: three maps, and rows of tokens; and what it streams from the
+# cache, blocks of one map or two. Without a norm the value channels of a single map know nothing of
+# each other, and are shared out.
+HELD_CHANNELS, STREAMED_CHANNELS = 64, 128
 # Where a product can read its operands from shared memory: elsewhere they fill the registers, and
 # the compiler moves kilobytes of each thread to memory and back.
 CAPABILITIES = (9, 10)
@@ -47,8 +45,8 @@ def why_not_triton(arguments: Arguments, mini_batch: int) -> str | None:
     if len(maps) > 2:
         return f"the Triton kernels take memories of one map or two, got {len(maps)}"
     keys, values = q.shape[3], v.shape[3]
-    held = is_held(len(maps), values, keys, isinstance(arguments["initial_state"], TTTState))
-    wide = max(keys, values) > STREAMED_CHANNELS and not held
+    shares = len(maps) == 1 and not isinstance(arguments["initial_state"], TTTState)
+    wide = max(keys, 0 if shares else values) > STREAMED_CHANNELS
     if wide or mini_batch > MAX_MINI_BATCH:
         return (
             f"the Triton kernels take K and V up to {STREAMED_CHANNELS} (with one map and no norm "
@@ -56,12 +54,6 @@ def why_not_triton(arguments: Arguments, mini_batch: int) -> str | None:
             f"{mini_batch}"
         )
     return None
-
-
-def is_held(maps: int, values: int, keys: int, norm: bool) -> bool:
-    """Whether the forward holds this memory in registers; it streams others from the cache."""
-    most = max(values, keys) <= HELD_CHANNELS if norm else keys <= HELD_KEYS_OF_SHARED
-    return maps == 1 and most
 
 
 def check_call(

@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.ops.fused_kernels import kernel_operator
+from deltarule.ops.memory.inputs import STREAMED_CHANNELS
 from deltarule.ops.memory.torch.memory import Maps, Memory, Norm, Steps
 from deltarule.ops.mini_batches import MiniBatches
 from deltarule.ops.registration import Rules
+from deltarule.ops.runtime.sizes import cdiv
 
 
 class Scan(NamedTuple):
@@ -73,7 +75,7 @@ def scan_in_triton(
     keys, (heads, _, values) = steps.k.shape[-1], steps.v.shape[2:]
     share = values
     if norm is None and len(memory.weights) == 1:
-        share = values_of_program(values, keys)
+        share = cdiv(values, cdiv(values, STREAMED_CHANNELS))
         streams, parts = shared_out(streams, parts, share)
     table = layout.table(torch.stack([flat(maps, keys) for maps in parts], dim=2))
     sizes = [x.shape[-2:] for x in parts[0]]
@@ -121,15 +123,6 @@ def unflat(x: Tensor, sizes: Sequence[torch.Size], channels: int) -> Maps:
         maps.append(torch.cat([columns, bias], dim=-1))
         start, channels = end, outputs
     return tuple(maps)
-
-
-# Numbers of a map that a program holds, and value channels of them.
-ENTRIES, MOST = 4096, 64
-
-
-def values_of_program(values: int, keys: int) -> int:
-    """Value channels of a program: all, or as many as fit beside so many key channels."""
-    return min(values, ENTRIES // (1 << (keys - 1).bit_length()), MOST)
 
 
 def shared_out(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltarule.ops.memory.inputs import is_held
+from deltarule.ops.memory.inputs import HELD_CHANNELS
 from deltarule.ops.memory.torch.triton_scan import Scan
 from deltarule.ops.memory.triton.network import Sizes, held_scan_kernel, network_scan_kernel
 from deltarule.ops.memory.triton.network_backward import (
@@ -41,6 +41,11 @@ def arguments(inputs: Scan) -> dict[str, Any]:
     return {**inputs._asdict(), **OPTIONS, **own}
 
 
+def is_held(inputs: Scan) -> bool:
+    """Whether a forward holds this memory in registers; it streams others from the cache."""
+    return not inputs.inner and max(inputs.k.shape[-1], inputs.v.shape[-1]) <= HELD_CHANNELS
+
+
 def memory_scan(inputs: Scan) -> tuple[Tensor, Tensor]:
     """z [M, R, HV, T, V] and the memory after the mini-batches."""
     return forward(inputs)[:2]
@@ -58,9 +63,7 @@ def memory_scan_backward(given: Backward[Scan]) -> Gradients:
 def forward(inputs: Scan, note: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     z, memory, each = torch.empty_like(inputs.v), inputs.memory.clone(), inputs.k.shape[:3]
     noted = memory.new_empty(*each, *memory.shape[2:]) if note else None
-    sizes, norm = (inputs.v.shape[-1], inputs.k.shape[-1]), inputs.weight is not None
-    held = is_held(2 if inputs.inner else 1, *sizes, norm)
-    kernel = held_scan_kernel if held else network_scan_kernel
+    kernel = held_scan_kernel if is_held(inputs) else network_scan_kernel
     values = arguments(inputs) | {"memory": memory, "z": z, "noted": noted}
     launch(kernel, (*each[1:], 1), values)
     return z, memory, noted
