@@ -88,6 +88,7 @@ def test_strengths_of_several_writes_a_token():
         _, softmax, write, erase = of_rule(layer, call_of(layer, inputs(1, T, DOUBLE)), 0)
     assert softmax.shape == (T, 3 * T)
     assert torch.allclose(softmax.sum(-1), torch.ones(T, dtype=softmax.dtype))
+    assert (softmax.view(T, T, 3).permute(2, 0, 1).triu(1) == 0).all()
     assert write.shape == erase.shape == (T,)
     assert write[0] == 1
 
