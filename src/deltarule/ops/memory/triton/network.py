@@ -357,10 +357,10 @@ def moved(b_a, b_b, b_c, b_d, ends, maps, b_of_W, b_of_M):
 
 @triton.jit(do_not_specialize=["M", "R"])
 def held_scan_kernel(
-    q, k, v, rows, scalars, writes, full, owner, memory, weight, bias, z, noted, eps, M, R,
+    q, k, v, rows, scalars, writes, full, owner, memory, weight, bias, z, eps, M, R,
     S: tl.constexpr,
 ):  # fmt: skip
-    """As `network_scan_kernel`."""
+    """As `network_scan_kernel`, which alone notes the maps for a backward."""
     i_r, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_s, o_k, o_v = tl.arange(0, S.BT), tl.arange(0, S.BK), tl.arange(0, S.BV)
     norm = load_norm(weight, bias, i_h, o_v, eps, S)
@@ -377,8 +377,6 @@ def held_scan_kernel(
                 store_both(memory, i_n * S.HV + i_h, tile, of_bias, maps, biases, S)
                 maps, biases = load_both(memory, i_next * S.HV + i_h, tile, of_bias, S)
                 i_n = i_next
-        if noted is not None:
-            store_both(noted, i, tile, of_bias, maps, biases, S)
         b_x, b_y = load_tile(k, i, o_s, o_k, S.T, S.K), load_tile(q, i, o_s, o_k, S.T, S.K)
         b_v = load_tile(v, i, o_s, o_v, S.T, S.V)
         b_at = applied(b_x, Map(maps.A, biases.A))

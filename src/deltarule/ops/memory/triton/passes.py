@@ -63,7 +63,7 @@ def memory_scan_backward(given: Backward[Scan]) -> Gradients:
 def forward(inputs: Scan, note: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     z, memory, each = torch.empty_like(inputs.v), inputs.memory.clone(), inputs.k.shape[:3]
     noted = memory.new_empty(*each, *memory.shape[2:]) if note else None
-    kernel = held_scan_kernel if is_held(inputs) else network_scan_kernel
+    kernel = held_scan_kernel if is_held(inputs) and not note else network_scan_kernel
     values = arguments(inputs) | {"memory": memory, "z": z, "noted": noted}
     launch(kernel, (*each[1:], 1), values)
     return z, memory, noted
