@@ -261,7 +261,6 @@ BAD_STATES = {
     r"initial_state.weights\[0\] must be \[N, HV, outputs, inputs": {
         "weights": (ZEROS(3, HV, 4, 6, dtype=DOUBLE),)
     },
-    r"initial_state.weights\[0\] must be torch.float64": {"weights": (ZEROS(3, HV, 4, 4),)},
 }
 # What only one of the memories has.
 OF_ONE = {

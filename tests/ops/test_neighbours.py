@@ -138,20 +138,6 @@ def test_tokens_are_summed_in_a_tree_of_tiles(monkeypatch) -> None:
     assert torch.equal(nothing, torch.zeros(100, 4))
 
 
-def test_nothing_leaks_across_documents() -> None:
-    case = conv(lengths=(6, 7))
-    changed = {name: x.clone() for name, x in case.tensors.items()}
-    changed["x"][:, :6] += 1
-    changed["history"][0] += 1
-    weights = [torch.randn(1, 13, 12), torch.randn(2, 3, 12)]
-    outputs, gradients = with_gradients(case.fused, case.tensors, weights)
-    again, others = with_gradients(case.fused, changed, weights)
-    assert torch.equal(outputs[0][:, 6:], again[0][:, 6:])
-    assert torch.equal(gradients["x"][:, 6:], others["x"][:, 6:])
-    assert torch.equal(gradients["history"][1], others["history"][1])
-    assert not torch.equal(gradients["x"][:, :6], others["x"][:, :6])
-
-
 def test_rows_of_a_convolution_are_those_of_it_alone_bitwise() -> None:
     case = conv(tokens=70, channels=200)
     x, weight, history = case.tensors.values()

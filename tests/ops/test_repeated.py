@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltarule import delta_rule, dplr
 from deltarule.ops.delta_rule import repeated as module
@@ -11,17 +10,11 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.repeated import eager_key, repeated
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.dispatch import ONCE
+from opchecked import Registered
 
 
 class Other(torch.Tensor):
     """A tensor that may be more than memory."""
-
-
-class Mode(TorchDispatchMode):
-    """Whatever wants to hear of operators."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -77,7 +70,7 @@ def test_where_somebody_watches_there_is_none(monkeypatch) -> None:
     seen = []
     torch.func.vmap(lambda x: seen.append(key_of(x[None])) or x)(x)
     torch.func.grad(lambda x: seen.append(key_of(x)) or x.sum())(x)
-    with Mode():
+    with Registered():
         seen.append(key_of(x))
     with torch.device("cpu"):
         seen.append(key_of(x))
