@@ -54,7 +54,8 @@ def compare_passes(
     """Both passes by the fused kernels, once they are taken, beside Triton's.
 
     orders: Of events, in all of which they have the same bits.
-    alone: Forwards that save nothing, too, with and without initial states.
+    alone: Forwards that save nothing, too, with and without initial states, and a backward
+        without a gradient by the final one.
     """
     # Triton's interpreter has no arithmetic in bfloat16.
     case = case.to(torch.float16)
@@ -63,7 +64,8 @@ def compare_passes(
     def outputs_and_gradients() -> list[Tensor | None]:
         *found, kept = passes.forward(inputs, save)
         assert not save or kept.shape == passes.saved_shape(inputs)
-        found += passes.backward(d_o.half(), d_final.float(), inputs, kept)
+        for end in (d_final.float(), None)[: 1 + alone]:
+            found += passes.backward(d_o.half(), end, inputs, kept)
         for own in (inputs, inputs._replace(initial_state=None))[: 2 * alone]:
             found += passes.forward(own, False)[:2]
         return found

@@ -1,26 +1,26 @@
 """The scans in Gluon, run on the CPU role by role: outputs, and what segments leave."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
 from promised import promised
 
 promised("triton")
 
-from deltarule.doctor import chunked
 from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.gluon import segment_scan_stage
 from deltarule.ops.delta_rule.triton import passes, plan
 from deltarule.ops.delta_rule.triton.passes import kept_shapes
 from gluon_interpreter import interpret_launches
 from kernels.interpreted import inputs_of
+from kernels.interpreted import interpreted as interpreted_by_triton
 from ops.test_gluon import saved_of
-from oracle import Case, check_fused, make_case, module_with_gradients, run_module, weights
-from tolerance import assert_close_to_yardstick, relative_rms
+from ops.test_gluon_gradients import compare_passes
+from oracle import Case, check_fused, make_case, run_module
+from tolerance import relative_rms
 from truth import part
 
 CHUNK, SIZE = 64, 128
@@ -29,14 +29,6 @@ CHUNK, SIZE = 64, 128
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch) -> None:
     interpret_launches(monkeypatch, lambda: 0)
-
-
-class Ends(NamedTuple):
-    """By segments of a sequence [N, segments, HV, 128, 128]: of S, A and D; NaN where unwanted."""
-
-    state: Tensor
-    transition: Tensor
-    gradient: Tensor | None
 
 
 def case_of(**options: object) -> Case:
@@ -50,95 +42,32 @@ def call_of(case: Case) -> plan.Call:
     return plan.Call(inputs := inputs_of(case), plan.new_plan(inputs))
 
 
-def found(case: Case, given: tuple[Tensor, Tensor], size: int, bounded: bool = True) -> Ends:
-    """By the kernel, of segments of so many chunks."""
-    call = saved_of(case)
-    call.values["d_o"] = given[0].bfloat16()
-    shape, dtype = kept_shapes(call, True)["ends"]
-    ends = torch.full(shape, torch.nan, dtype=dtype)
-    first, last = (case.tensors["initial_state"], given[1].float()) if bounded else (None, None)
-    assert segment_scan_stage.can(call.inputs, "ends")
-    segment_scan_stage.run(call, "ends", first, ends)
-    if ends.shape[0] > 2 * len(given[1]):
-        # Where first segments have outputs at the same time.
-        others = torch.empty_like(ends)
-        call.values["halves"] = others.view(torch.bfloat16).fill_(torch.nan)
-        segment_scan_stage.run(call, "ends", None, others, places="later")
-        halves = call.values.pop("halves")[..., SIZE:, :].reshape(*ends.shape[:2], 2, SIZE, SIZE)
-        others[..., SIZE:, :] = halves.float().sum(2)
-        each = others.unflatten(0, (len(given[1]), -1))
-        each[:, 0] = ends.unflatten(0, (len(given[1]), -1))[:, 0]
-        assert_close(others[..., :SIZE, :], ends[..., :SIZE, :], rtol=0, atol=0, equal_nan=True)
-        assert_close(others, ends, rtol=2**-16, atol=1e-38, equal_nan=True)
-    d_ends = None
-    if segment_scan_stage.can(call.inputs, "back"):
-        d_ends = torch.full((shape[0], *call.inputs.state_shape[1:]), torch.nan)
-        segment_scan_stage.run(call, "back", last, d_ends)
-        d_ends = d_ends.unflatten(0, (len(given[1]), -1))
-    ends = ends.unflatten(0, (len(given[1]), -1))
-    return Ends(ends[..., :SIZE, :], ends[..., SIZE:, :], d_ends)
-
-
-def check(case: Case, size: int, monkeypatch: pytest.MonkeyPatch, bounded: bool = True) -> None:
-    """Hold all that is wanted to the definition, segment by segment."""
+@interpreted_by_triton
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, {"tokens": 5 * CHUNK}), (2, {"tokens": 5 * CHUNK, "normalize_qk": True}),
+        (1, {"batch": 1, "tokens": 6 * CHUNK}),
+        # More chunks than slots.
+        (6, {"batch": 1, "tokens": 11 * CHUNK, "value_heads": 1}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("resets", [False, True])
+def test_calls_in_segments_are_those_of_triton(size, options, resets, monkeypatch) -> None:
     monkeypatch.setattr(plan, "chunks_per_segment", lambda *shapes: size)
-    given = weights(case)
-    given = given[0].bfloat16(), given[1]
-    out, tokens = found(case, given, size, bounded), case.tensors["q"].shape[1]
-    starts = [*range(0, tokens, size * CHUNK)]
-    for place, start in enumerate(starts):
-        here = slice(start, start + size * CHUNK)
-        zero = torch.zeros_like(case.tensors["initial_state"])
-        first, last = place == 0, place == len(starts) - 1
-        start_state = case.tensors["initial_state"] if first and bounded else zero
-        own = case.changed(**part(case, case.tensors, here) | {"initial_state": start_state})
-        d_final = given[1] if last and bounded else torch.zeros_like(given[1])
-        identity = torch.eye(SIZE).expand(zero.shape).contiguous()
-        alone = own.changed(v=torch.zeros_like(own.tensors["v"]), initial_state=identity)
-        if not last:
-            compare(out.state[:, place], own, name="S")
-            if not first:
-                compare(out.transition[:, place], alone, name="A")
-        if not first and out.gradient is not None:
-            compare(out.gradient[:, place], own, (given[0][:, here], d_final), name="D")
+    case, taken = case_of(**options), set()
+    if resets:
+        decay = case.tensors["log_decay"]
+        # The scores' kernel leaves sums of numbers.
+        decay[:, 130], decay[:, 150, -1], decay[:, 256] = -200.0, -1e4, -200.0
 
+    def takes(call: plan.Call, goal: str) -> bool:
+        taken.add(goal)
+        return not (goal == "scores" and call.inputs.normalize_qk)
 
-def compare(
-    x: Tensor, case: Case, given: tuple[Tensor, Tensor] | None = None, *, name: str
-) -> None:
-    """A final state, or the gradient by the first."""
-    options = {"chunk_size": CHUNK, "matmul_dtype": torch.bfloat16}
-    kinds = (definition, torch.float64, {}), (chunked, torch.float32, options)
-    if given is None:
-        truth, own = (run_module(m, case.to(of), **o).final_state for m, of, o in kinds)
-    else:
-        truth, own = (
-            module_with_gradients(m, case.to(of), *given, **o)[1]["initial_state"]
-            for m, of, o in kinds
-        )
-    bars = {"dtype": torch.bfloat16, "gradient": given is not None, "name": name}
-    assert_close_to_yardstick(x, truth, own, **bars)
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-def test_ends_are_those_of_the_definition(normalize, monkeypatch) -> None:
-    check(case_of(tokens=5 * CHUNK, normalize_qk=normalize), 2, monkeypatch)
-
-
-def test_so_they_are_of_many_short_segments_without_given_states(monkeypatch) -> None:
-    check(case_of(batch=1, tokens=6 * CHUNK), 1, monkeypatch, bounded=False)
-
-
-def test_so_they_are_of_two_segments_of_more_chunks_than_slots(monkeypatch) -> None:
-    check(case_of(batch=1, tokens=11 * CHUNK, value_heads=1), 6, monkeypatch)
-
-
-def test_so_they_are_where_there_are_resets(monkeypatch) -> None:
-    case = case_of(batch=1, tokens=6 * CHUNK)
-    decay = case.tensors["log_decay"].clone()
-    # The scores' kernel leaves sums of numbers.
-    decay[:, 130], decay[:, 150, 1], decay[:, 256] = -200.0, -1e4, -200.0
-    check(case.changed(log_decay=decay), 2, monkeypatch)
+    take = lambda: monkeypatch.setattr(segment_scan_stage, "takes", takes)  # noqa: E731
+    compare_passes(case, take, alone=True)
+    assert taken == {"scores", "ends", "back", "outputs"}
 
 
 @pytest.mark.parametrize("form", ["wide", "narrow", "makes pairs"])

@@ -51,7 +51,7 @@ def test_both_passes_are_those_of_triton(decay, erase, options, launches, monkey
     monkeypatch.setattr(gradient_stage, "halves_of", lambda inputs: 2)
     case = case_of(decay, erase, **options)
     compare_passes(case, lambda: take(monkeypatch), orders=2, alone=True)
-    assert len(launches) == 10
+    assert len(launches) == 14
 
 
 def take(monkeypatch: pytest.MonkeyPatch) -> None:
