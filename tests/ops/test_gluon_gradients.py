@@ -257,6 +257,21 @@ def test_a_forward_and_a_whole_backward_are_those_of_the_definition(
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
+def test_a_whole_backward_ends_in_any_order_of_events(monkeypatch) -> None:
+    """Four chunks: one role may be a chunk behind another."""
+    take(monkeypatch, "forward", "whole")
+    case = case_of("head", "tied", tokens=256, **WIDE, **UNIT)
+    d_o, d_final = weights(case)
+    inputs, given = inputs_of(case), (d_o.bfloat16(), d_final.float())
+    kept = passes.forward(inputs, True)[2]
+    expected = passes.gradient_stages.run(inputs, *given, kept, False)
+    for ORDER["seed"] in range(1, 13):
+        found = passes.gradient_stages.run(inputs, *given, kept, False)
+        assert all(
+            x is y is None or torch.equal(x, y) for x, y in zip(found, expected, strict=True)
+        )
+
+
 def test_norms_that_a_forward_left_are_not_computed_again(monkeypatch) -> None:
     launched: list[Tensor] = []
     inputs = inputs_of(case_of("head", "tied", normalize_qk=True))

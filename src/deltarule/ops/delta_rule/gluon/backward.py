@@ -198,8 +198,9 @@ def store_role(shared, of, FORM: gl.constexpr):
         mbarrier.wait(barriers.has_values.index(0), n & 1)
         store(d_v, at.token, at.head * FORM.V, at.left, tiles.d_errors.index(0), FORM.ENDS)
         tma.store_wait(0)
-        mbarrier.arrive(barriers.took_values.index(0))
         mbarrier.wait(barriers.has_keys.index(0), n & 1)
+        # Only now: dk of the next chunk would otherwise come before dk of this is waited for.
+        mbarrier.arrive(barriers.took_values.index(0))
         store(d_q, at.token, at.head * FORM.K, at.left, tiles.q.index(slot), FORM.ENDS)
         store(d_k, at.token, at.head * FORM.K, at.left, tiles.k.index(slot), FORM.ENDS)
         tma.store_wait(0)
