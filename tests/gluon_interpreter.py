@@ -562,6 +562,8 @@ def assembly(code: str, _constraints: str, x: list[Any], **_: Any) -> Value | No
         return Value(-x[0].data)
     if code == "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;":
         return Value(x[0].data.float())
+    if code == "cvt.rn.bf16x2.f32 $0, $2, $1;":
+        return Value(x[0].data.bfloat16())
     if code == "rcp.approx.ftz.f32 $0, $1;":
         return Value(1.0 / x[0].data)
     assert code == "lg2.approx.ftz.f32 $0, $1;"

@@ -14,7 +14,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from deltarule.ops.delta_rule.gluon.forward import new_tiles
-from deltarule.ops.delta_rule.gluon.inverse import BATCH, invert
+from deltarule.ops.delta_rule.gluon.inverse import (
+    BATCH,
+    invert,
+    invert_blocks,
+    invert_transposed,
+    transposed_blocks,
+)
 from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATE, Form, product
 from deltarule.ops.runtime.gluon_tiles import barrier
 from deltarule.ops.runtime.launch import Launch
@@ -22,7 +28,7 @@ from gluon_interpreter import run
 
 
 @gluon.jit
-def inverse_role(tiles, m, beta, out, SAVE: gl.constexpr):
+def inverse_role(tiles, m, beta, out, SAVE: gl.constexpr, PAIRS: gl.constexpr):
     """U of L = B M, or N of M [64, 64]: blocks on the diagonal in registers, the rest in `rows`."""
     LAYOUT: gl.constexpr = product(CHUNK)
     GATES_LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -41,14 +47,17 @@ def inverse_role(tiles, m, beta, out, SAVE: gl.constexpr):
     minus_m = gl.load(m + (row * CHUNK + column)) * -1.0
     minus_l = minus_m * gl.load(beta + (column if SAVE else row))
     barrier()
-    found = invert(tiles, 0, 0, minus_l, minus_m, SAVE)
+    blocks = invert_transposed(minus_l)
+    if PAIRS:
+        blocks = invert_blocks(transposed_blocks(minus_l), minus_l)
+    found = invert(tiles, 0, 0, blocks, minus_m, SAVE)
     gl.store(out + (o_i * CHUNK + o_j), found)
 
 
 @gluon.jit
-def inverse_kernel(m, beta, out, FORM: gl.constexpr):
+def inverse_kernel(m, beta, out, FORM: gl.constexpr, PAIRS: gl.constexpr):
     """One role alone."""
-    inverse_role(new_tiles(gl.bfloat16, FORM), m, beta, out, FORM.SAVE)
+    inverse_role(new_tiles(gl.bfloat16, FORM), m, beta, out, FORM.SAVE, PAIRS)
 
 
 def check(launch: Callable[..., object], save: bool, device: str = "cpu") -> None:
@@ -71,9 +80,11 @@ def check(launch: Callable[..., object], save: bool, device: str = "cpu") -> Non
 
 
 @pytest.mark.parametrize("save", [False, True])
-def test_the_inverse_of_whole_numbers_is_exact(save) -> None:
+@pytest.mark.parametrize("pairs", [False, True])
+def test_the_inverse_of_whole_numbers_is_exact(pairs, save) -> None:
     def interpreted(form: Form, m: Tensor, beta: Tensor, out: Tensor) -> None:
-        run(inverse_kernel, 1, {"m": m, "beta": beta, "out": out, "FORM": form}, 0)
+        given = {"m": m, "beta": beta, "out": out, "FORM": form, "PAIRS": pairs}
+        run(inverse_kernel, 1, given, 0)
 
     check(interpreted, save)
 
@@ -81,8 +92,9 @@ def test_the_inverse_of_whole_numbers_is_exact(save) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("save", [False, True])
-def test_so_it_is_on_a_gpu(save) -> None:
+@pytest.mark.parametrize("pairs", [False, True])
+def test_so_it_is_on_a_gpu(pairs, save) -> None:
     def launched(form: Form, *given: Tensor) -> None:
-        Launch(inverse_kernel, {"FORM": form, "num_warps": 4})((1, 1, 1), *given)
+        Launch(inverse_kernel, {"FORM": form, "PAIRS": pairs, "num_warps": 4})((1, 1, 1), *given)
 
     check(launched, save, "cuda")

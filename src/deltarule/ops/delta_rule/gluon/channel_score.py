@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltarule.ops.delta_rule.gluon.channel_memory import RANGE, decays_of, for_inverse, of_chunk
 from deltarule.ops.delta_rule.gluon.channel_pairs import ONE, leave_copies, leave_exact
-from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, invert
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, invert, invert_transposed
 from deltarule.ops.delta_rule.gluon.memory import BLOCK, CHUNK, grid, product
-from deltarule.ops.delta_rule.gluon.score import blocks_of, decayed_blocks
+from deltarule.ops.delta_rule.gluon.score import blocks_of, columns_of, decayed_blocks
 from deltarule.ops.runtime.gluon_tiles import barrier
 
 
@@ -63,9 +63,9 @@ def channel_score_role(shared, of, scale, FORM: gl.constexpr):
         mbarrier.wait(barriers.copied.index(slot), phase)
         if FORM.TIED:
             own = for_inverse(tiles, slot, FORM.SLOTS)
-            minus_l, minus_m = leave_pairs(tiles, own, slot, fast, i, FORM)
+            minus_l_t, minus_m = leave_pairs(tiles, own, slot, fast, i, FORM)
             barrier()
-            u = invert(own, slot, slot, minus_l, minus_m, FORM.SAVE)
+            u = invert(own, slot, slot, invert_transposed(minus_l_t), minus_m, FORM.SAVE)
             tiles.u.index(slot).store(u.to(tiles.u.dtype))
             fence_async_shared()
             mbarrier.arrive(barriers.scored.index(0))
@@ -99,4 +99,4 @@ def leave_pairs(tiles, own, slot, fast, i, FORM: gl.constexpr):
         m = gl.where(o_i < fast, m, exact.permute((1, 0)).load(LAYOUT).to(gl.float32))
     rest = gl.where(o_j // BLOCK < o_i // BLOCK, m, 0.0)
     own.rows.permute((1, 0)).store(rest.to(gl.float16))
-    return decayed_blocks(tiles, slot, blocks_of(m), FORM)
+    return decayed_blocks(tiles, slot, blocks_of(columns_of(m)), 1, FORM)

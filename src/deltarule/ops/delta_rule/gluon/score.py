@@ -24,6 +24,8 @@ from deltarule.ops.delta_rule.gluon.inverse import (
     BATCH,
     four,
     invert,
+    invert_blocks,
+    joined,
     rows_and_columns,
 )
 from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATE, GATES, product
@@ -87,22 +89,28 @@ def finish_pairs(
 
 
 @gluon.jit
+def following(slot, phase, SLOTS: gl.constexpr):
+    """The next chunk's: carried along, because a division by three takes as long as a product."""
+    return (slot + 1) % SLOTS, phase ^ ((slot + 1) // SLOTS)
+
+
+@gluon.jit
 def score_role(shared, scale, places, SLOTS: gl.constexpr, FORM: gl.constexpr):
     """What the state roles wait for, chunk by chunk; it is saved, too."""
     tiles, barriers, place, saved = shared
     TIED: gl.constexpr = FORM.TIED
     SAVE: gl.constexpr = FORM.SAVE and (TIED or FORM.SCORES)
+    slot, phase = 0, 0
     for i in range(place.chunks):
-        slot, phase = i % SLOTS, (i // SLOTS) & 1
         mbarrier.wait(barriers.full.index(slot), phase)
         if SAVE:
             # What was left here has gone.
             tma.store_wait(SLOTS - 1)
             barrier()
         if TIED:
-            minus_l, minus_m = leave_m(tiles, slot, slot, places, i & 1, FORM)
+            minus_l, minus_l_t, minus_m = leave_m(tiles, slot, slot, places, i & 1, FORM)
             barrier()
-            u = invert(tiles, slot, slot, minus_l, minus_m, SAVE)
+            u = invert(tiles, slot, slot, invert_blocks(minus_l, minus_l_t), minus_m, SAVE)
             tiles.u.index(slot).store(u.to(tiles.u.dtype))
         else:
             kq = start_pairs(tiles, slot, places, 0, CHUNK // FORM.STEPS)
@@ -114,6 +122,7 @@ def score_role(shared, scale, places, SLOTS: gl.constexpr, FORM: gl.constexpr):
             tma.async_copy_shared_to_global(saved.corrections, [row, 0], tiles.u.index(slot))
         elif SAVE:
             tma.async_copy_shared_to_global(saved.scores, [row, 0], tiles.p.index(slot))
+        slot, phase = following(slot, phase, SLOTS)
     if SAVE:
         tma.store_wait(0)
 
@@ -129,53 +138,71 @@ def leave_m(tiles, slot, gate_slot, places, phase, FORM: gl.constexpr):
     kk = start(places.pairs, k, k.permute((1, 0)), zero, False)
     tell(places.has_pairs)
     kk = value(finish((kk,), places.has_pairs, phase), product(CHUNK))
-    minus_l, minus_m = decayed_blocks(tiles, gate_slot, blocks_of(kk), FORM)
-    before = tiles.before.index(gate_slot).reshape([BLOCKS, CHUNK]).load(gl.SliceLayout(1, BATCH))
-    kk = gl.convert_layout(gl.reshape(kk, [BLOCKS, BLOCK, CHUNK]), BATCH)
-    kk = gl.reshape(kk * gl.expand_dims(before, 1), [CHUNK, CHUNK])
+    columns = columns_of(kk)
+    a, b, c, _ = columns
+    own = blocks_of(columns)
+    minus_l, minus_m = decayed_blocks(tiles, gate_slot, own, 2, FORM)
+    minus_l_t, minus_m = decayed_blocks(tiles, gate_slot, own, 1, FORM)
+    before = tiles.before.index(gate_slot).reshape([BLOCKS, CHUNK])
+    a, b, c = decayed(a, before, 0), decayed(b, before, 1), decayed(c, before, 2)
+    zero = gl.zeros([BLOCKS, BLOCK, BLOCK], gl.float32, BATCH)
+    kk = gl.reshape(gl.permute(joined((a, b, c, zero)), (0, 1, 3, 4, 2)), [CHUNK, CHUNK])
     tiles.rows.store(gl.convert_layout(kk, product(CHUNK)).to(gl.float16))
-    return minus_l, minus_m
+    return minus_l, minus_l_t, minus_m
 
 
 @gluon.jit
-def blocks_of(x):
-    """The blocks on the diagonal of x [64, 64], [block, row, column]: a choice for each warp."""
+def decayed(kk, before, COLUMN: gl.constexpr):
+    left = before.slice(COLUMN * BLOCK, BLOCK, dim=1).load(gl.SliceLayout(1, BATCH))
+    return kk * gl.expand_dims(left, 1)
+
+
+@gluon.jit
+def columns_of(x):
+    """x [64, 64] by its columns, 16 each [block, row, column]."""
     x = gl.permute(gl.reshape(x, [BLOCKS, BLOCK, 2, 2, BLOCK]), (0, 1, 4, 2, 3))
     a, b, c, d = four(x)
+    a, b = gl.convert_layout(a, BATCH), gl.convert_layout(b, BATCH)
+    return a, b, gl.convert_layout(c, BATCH), gl.convert_layout(d, BATCH)
+
+
+@gluon.jit
+def blocks_of(columns):
+    """The blocks on the diagonal [block, row, column]: a choice for each warp."""
+    a, b, c, d = columns
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, BATCH))
     block = gl.arange(0, BLOCKS, LAYOUT)[:, None, None]
-    a, b = gl.convert_layout(a, BATCH), gl.convert_layout(b, BATCH)
-    c, d = gl.convert_layout(c, BATCH), gl.convert_layout(d, BATCH)
     return gl.where(block < 2, gl.where(block == 0, a, b), gl.where(block == 2, c, d))
 
 
 @gluon.jit
-def decayed_blocks(tiles, gate_slot, kk, FORM: gl.constexpr):
-    """- L of the blocks on the diagonal, of their k_j . k_i [block, j, i]; with SAVE - M, too.
+def decayed_blocks(tiles, gate_slot, kk, I: gl.constexpr, FORM: gl.constexpr):
+    """- L of the blocks on the diagonal, of their k_i . k_j; with SAVE - M, too.
 
-    Both are transposed, as right operands of products of blocks are. K K^T is symmetric.
+    [block, i, j] where I is 2, and transposed where it is 1. K K^T is symmetric.
     """
-    I: gl.constexpr = gl.SliceLayout(1, BATCH)
-    J: gl.constexpr = gl.SliceLayout(2, BATCH)
-    o_j, o_i = rows_and_columns()
+    J: gl.constexpr = 3 - I
+    row, column = rows_and_columns(BLOCK)
     gate = gate_slot * GATES
     if FORM.DECAY:
-        sums = gl.expand_dims(of_blocks(tiles, gate + GATE.KEY_SUM, I), 1)
-        sums = sums - gl.expand_dims(of_blocks(tiles, gate + GATE.COLUMN_SUM, J), 2)
-        kk *= gl.exp2(sums)
-        kk *= -1.0 if FORM.SAVE else -gl.expand_dims(of_blocks(tiles, gate + GATE.BETA, I), 1)
+        kk *= gl.exp2(
+            of_blocks(tiles, gate + GATE.KEY_SUM, I) - of_blocks(tiles, gate + GATE.COLUMN_SUM, J)
+        )
+        kk *= -1.0 if FORM.SAVE else -1.0 * of_blocks(tiles, gate + GATE.BETA, I)
     else:
-        kk *= gl.expand_dims(of_blocks(tiles, gate + GATE.FACTOR, I), 1)
+        kk *= of_blocks(tiles, gate + GATE.FACTOR, I)
         if FORM.UNIT:
-            kk *= gl.expand_dims(of_blocks(tiles, gate + GATE.WRITE, J), 2)
+            kk *= of_blocks(tiles, gate + GATE.WRITE, J)
     # A choice, because a power for i < j may be infinite.
-    kk = gl.where(o_i > o_j, kk, 0.0)
+    kk = gl.where((row > column) if I == 2 else (column > row), kk, 0.0)
     minus_l = kk
     if FORM.SAVE:
-        minus_l *= gl.expand_dims(of_blocks(tiles, gate + GATE.BETA, J), 2)
+        minus_l *= of_blocks(tiles, gate + GATE.BETA, J)
     return minus_l, kk
 
 
 @gluon.jit
-def of_blocks(tiles, gate, LAYOUT: gl.constexpr):
-    return tiles.gates.index(gate).reshape([BLOCKS, BLOCK]).load(LAYOUT)
+def of_blocks(tiles, gate, AXIS: gl.constexpr):
+    """Of each row of blocks [block, row, column], or where AXIS is 1 of each column."""
+    x = tiles.gates.index(gate).reshape([BLOCKS, BLOCK]).load(gl.SliceLayout(AXIS, BATCH))
+    return gl.expand_dims(x, AXIS)

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from deltarule.ops.delta_rule.gluon.forward import GENERAL, new_tiles
 from deltarule.ops.delta_rule.gluon.gates import gate_role
-from deltarule.ops.delta_rule.gluon.inverse import invert
+from deltarule.ops.delta_rule.gluon.inverse import invert, invert_blocks
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, Barriers, Place, Saved
 from deltarule.ops.delta_rule.gluon.movers import load_rows, room
 from deltarule.ops.delta_rule.gluon.products import score_places
@@ -65,10 +65,10 @@ def pair_role(shared, of_gates, scale, places, FORM: gl.constexpr):
         if FORM.SCORES:
             kq = start_pairs(tiles, 0, places, 0, CHUNK)
             finish_pairs(tiles, i % 2, 0, scale, kq, places, phase, 0, CHUNK, FORM)
-        minus_l, minus_m = leave_m(tiles, 0, i % 2, places, phase, FORM)
+        minus_l, minus_l_t, minus_m = leave_m(tiles, 0, i % 2, places, phase, FORM)
         # A barrier of the role, too.
         mbarrier.arrive(barriers.empty.index(0))
-        n = invert(tiles, 0, i % 2, minus_l, minus_m, True)
+        n = invert(tiles, 0, i % 2, invert_blocks(minus_l, minus_l_t), minus_m, True)
         tiles.u.index(0).store(n.to(tiles.u.dtype))
         fence_async_shared()
         mbarrier.arrive(empty.index(i % 2))

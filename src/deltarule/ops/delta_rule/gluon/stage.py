@@ -61,6 +61,8 @@ CONFIGURATIONS = {
     (64, 64): Configuration({"tied": 2, "none": 3}, 128, 0, 96, others=32, filled=0.75),
     "channel": Configuration({"tied": 2, "none": 2}, 128, 192, 104, others=24, filled=0.6),
 }
+# Of those with an erase in tiles of 128 by 128 that save nothing.
+LEAN = {"STATE_REGISTERS": 192, "SCORE_REGISTERS": 96, "REGISTERS": 32}
 CHANNEL_SIZES = 128, 128
 # Beside the tiles of S and E that are on their way out.
 SLOTS_THAT_SAVE = 2
@@ -289,6 +291,8 @@ def forward_launch(call: Call, save: bool, lends: bool, initial: bool) -> Launch
         "FORM": form, "STATE_REGISTERS": config.state, "SCORE_REGISTERS": config.score,
         "REGISTERS": config.others, "num_warps": 4, "maxnreg": config.average,
     }  # fmt: skip
+    if tied and form.PARTS == 2 and not save and not channels:
+        constants |= LEAN
     kernel = channel_forward_kernel if channels else forward_kernel
     return ForwardLaunch(kernel, constants, tiles)
 

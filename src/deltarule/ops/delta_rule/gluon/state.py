@@ -35,7 +35,7 @@ from deltarule.ops.delta_rule.gluon.memory import (
 )
 from deltarule.ops.delta_rule.gluon.movers import framed, place_of_rows
 from deltarule.ops.delta_rule.gluon.products import finish, operand, put, start, tell, value
-from deltarule.ops.delta_rule.gluon.score import finish_pairs, start_pairs
+from deltarule.ops.delta_rule.gluon.score import finish_pairs, following, start_pairs
 from deltarule.ops.runtime.gluon_tiles import barrier
 
 
@@ -52,6 +52,7 @@ def state_role(
     QUERIES: gl.constexpr = CHUNK // FORM.STEPS
     ROWS: gl.constexpr = QUERIES // PARTS
     LATE: gl.constexpr = FORM.TIED or FORM.SAVE
+    O_LATER: gl.constexpr = FORM.TIED and not FORM.SAVE and PARTS == 2
     READS: gl.constexpr = product(QUERIES)
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     dtype: gl.constexpr = tiles.q.dtype
@@ -63,27 +64,33 @@ def state_role(
     s = put(places.state, s)
     zero = gl.zeros([VALUES, CHUNK], gl.float32, TOKENS)
     nothing = gl.zeros([VALUES, QUERIES], gl.float32, READS)
+    slot, phase = 0, 0
     for i in range(place.chunks):
-        slot, phase = i % SLOTS, (i // SLOTS) & 1
         pair_slot = i % PAIR_SLOTS if FORM.TIED else slot
         gate = slot * GATES
+        low = rounded(value(s, STATE)) if FORM.TIED else value(s, STATE).to(dtype)
+        left = operand(places.low_state, low, OF_TOKENS)
+        mbarrier.wait(barriers.full.index(slot), phase)
         if FORM.TIED:
-            mbarrier.wait(barriers.full.index(slot), phase)
-            # P wants nothing of S: made while S is rounded and read, it is waited for by nobody.
+            # P wants nothing of S: made while S is read, it is waited for by nobody.
             kq = start_pairs(tiles, slot, places, PART * ROWS, ROWS)
-        left = operand(places.low_state, value(s, STATE).to(dtype), OF_TOKENS)
-        if not FORM.TIED:
-            mbarrier.wait(barriers.full.index(slot), phase)
         q, k = tiles.q.index(slot).permute((1, 0)), tiles.k.index(slot).permute((1, 0))
         o = start(places.out, left, q, nothing, False)
         tell(places.has_out)
         if FORM.TIED:
-            pairs = slot, pair_slot, scale, kq
-            leave_pairs(shared, pairs, places, i & 1, PART, ROWS, FORM)
+            finish_pairs(
+                tiles, slot, pair_slot, scale, kq, places, i & 1, PART * ROWS, ROWS, FORM, 1
+            )
             erased = start(places.erased, left, k, zero, False)
             tell(places.has_erased)
+            # That P is there is told while S K^T is under way.
+            fence_async_shared()
+            mbarrier.arrive(barriers.paired.index(pair_slot))
+            if not FORM.SAVE:
+                # The fence was that of o of the chunk before, too; first of all, of nothing.
+                mbarrier.arrive(barriers.written.index(PART))
         number = place.slot + i * place.value_heads
-        at = i, slot, pair_slot, number
+        at = i, phase, slot, pair_slot, number
         if FORM.SAVE:
             low = value(left, STATE)
             save_state(shared, i, number, low, PART, PARTS, K, FORM)
@@ -94,15 +101,12 @@ def state_role(
             mbarrier.wait(barriers.scored.index(slot), phase)
             o = finish((o,), places.has_out, i & 1)
         o = value(o, READS)
-        if FORM.DECAY or FORM.UNIT:
-            read = tiles.gates.index(gate + GATE.READ).slice(0, QUERIES)
-            o = o * read.load(gl.SliceLayout(0, READS))[None, :]
-        else:
-            o = o * scale
+        if not O_LATER:
+            o = outputs(tiles, slot, o, scale, FORM)
         if FORM.TIED:
             erased = value(finish((erased,), places.has_erased, i & 1), TOKENS)
-            s, x, errors = written_values(
-                shared, at, places, s, v, erased, PART, PARTS, K, SLOTS, FORM
+            s, x, errors, o = written_values(
+                shared, at, places, s, v, erased, o, scale, PART, PARTS, K, FORM
             )
         else:
             x, errors = v.to(gl.float32), zero
@@ -115,6 +119,7 @@ def state_role(
             errors = tiles.errors.index(PART)
             to = place_of_errors(place, i, number, PART, PARTS, FORM.LENDS)
             tma.async_copy_shared_to_global(saved.errors, to, errors)
+        slot, phase = following(slot, phase, SLOTS)
     if LATE:
         fence_async_shared()
         mbarrier.arrive(barriers.written.index(PART))
@@ -170,27 +175,12 @@ def save_state(
 
 
 @gluon.jit
-def leave_pairs(
-    shared, pairs, places, phase, PART: gl.constexpr, ROWS: gl.constexpr, FORM: gl.constexpr
-):
-    """This role's rows of P, while S Q^T is under way."""
-    tiles, barriers, _, _ = shared
-    slot, pair_slot, scale, kq = pairs
-    finish_pairs(tiles, slot, pair_slot, scale, kq, places, phase, PART * ROWS, ROWS, FORM, 1)
-    fence_async_shared()
-    mbarrier.arrive(barriers.paired.index(pair_slot))
-    if not FORM.SAVE:
-        # The fence was that of o of the chunk before, too; first of all, of nothing.
-        mbarrier.arrive(barriers.written.index(PART))
-
-
-@gluon.jit
 def updated(
     shared, at, places, s, o, x, errors, PART: gl.constexpr, K: gl.constexpr, FORM: gl.constexpr
 ):
     """S of the chunk's end. P X is added to o, which is stored; with an erase while S goes on."""
     tiles, barriers, _, _ = shared
-    i, slot, pair_slot, _ = at
+    i, _, slot, pair_slot, _ = at
     TOKENS: gl.constexpr = product(CHUNK)
     OF_STATE: gl.constexpr = gl.DotOperandLayout(0, product(K), 2)
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
@@ -230,6 +220,24 @@ def updated(
 
 
 @gluon.jit
+def rounded(x):
+    """bfloat16, in instructions that stay here: the assembler moves others behind the start of
+    K Q^T, and then has a role wait for that product before it reads S."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=False, pack=2
+    )
+
+
+@gluon.jit
+def outputs(tiles, slot, o, scale, FORM: gl.constexpr):
+    """Of S: READ times S Q^T."""
+    if FORM.DECAY or FORM.UNIT:
+        read = tiles.gates.index(slot * GATES + GATE.READ).slice(0, CHUNK // FORM.STEPS)
+        scale = read.load(gl.SliceLayout(0, product(CHUNK // FORM.STEPS)))[None, :]
+    return o * scale
+
+
+@gluon.jit
 def widened(x):
     """bfloat16 in float32: of the two of a register, one takes a shift and one a mask."""
     return gl.inline_asm_elementwise(
@@ -240,12 +248,12 @@ def widened(x):
 
 @gluon.jit
 def written_values(
-    shared, at, places, s, v, erased, PART: gl.constexpr, PARTS: gl.constexpr,
-    K: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr,
+    shared, at, places, s, v, erased, o, scale, PART: gl.constexpr, PARTS: gl.constexpr,
+    K: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """S decayed, X, and with SAVE E, once this role's rows of P are there, too."""
+    """S decayed, X, with SAVE E, and o of S, once this role's rows of P are there, too."""
     tiles, barriers, _, saved = shared
-    i, slot, pair_slot, number = at
+    i, phase, slot, pair_slot, number = at
     ROWS: gl.constexpr = CHUNK // FORM.STEPS // PARTS
     TOKENS: gl.constexpr = product(CHUNK)
     TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
@@ -257,7 +265,7 @@ def written_values(
         f = v.to(gl.float32) - erased
         w = f * beta
     else:
-        w = v.to(gl.float32) * beta - erased
+        w = widened(v) * beta - erased
         # Rounded as U's operand: an error of W is then one of v, which an erase forgets.
         f = widened(w.to(dtype))
     right = operand(places.low_values, w.to(dtype), gl.DotOperandLayout(0, TOKENS, 2))
@@ -267,10 +275,13 @@ def written_values(
             pairs = pairs.slice(PART * ROWS, ROWS)
         row = number // FORM.PER_GATE * CHUNK + PART * ROWS
         tma.async_copy_shared_to_global(saved.scores, [row, 0], pairs)
-    mbarrier.wait(barriers.scored.index(slot), (i // SLOTS) & 1)
+    mbarrier.wait(barriers.scored.index(slot), phase)
     u = tiles.u.index(slot).permute((1, 0))
     x = start(places.erased, right, u, f)
     tell(places.has_values)
+    if not FORM.SAVE and PARTS == 2:
+        # Here registers are free for all its loads at once.
+        o = outputs(tiles, slot, o, scale, FORM)
     s = decayed(tiles, gate, places, s, K, FORM.DECAY)
     x = value(finish((x,), places.has_values, i & 1), TOKENS)
     errors = x
@@ -278,4 +289,4 @@ def written_values(
         errors = x.to(dtype)
         x *= tiles.gates.index(gate + GATE.BETA).load(TOKEN)[None, :]
     mbarrier.wait(barriers.paired.index(pair_slot), (i // PAIR_SLOTS) & 1)
-    return s, x, errors
+    return s, x, errors, o
