@@ -29,10 +29,10 @@ LONG = re.compile(r"/(torch|triton|gluon)(/|\.py$)|_triton\.py$")
 
 # Lines of all files of a folder together, comments and docstrings included.
 FOLDERS = {
-    "src/deltarule": 50_610,
-    "src/deltarule/ops": 25_430,
+    "src/deltarule": 50_700,
+    "src/deltarule/ops": 25_530,
     "src/deltarule/ops/runtime": 1_190,
-    "src/deltarule/ops/delta_rule": 13_180,
+    "src/deltarule/ops/delta_rule": 13_280,
     "src/deltarule/ops/context": 520,
     "src/deltarule/ops/selective_scan": 1_130,
     "src/deltarule/ops/mesa": 630,
@@ -47,8 +47,8 @@ FOLDERS = {
     "src/deltarule/parallel": 1_300,
     "src/deltarule/train": 4_650,
     "src/deltarule/tasks": 1_370,
-    "experiments": 3_810,
-    "bench": 2_840,
+    "experiments": 3_800,
+    "bench": 2_830,
 }
 
 NOT_CODE = {

@@ -95,12 +95,11 @@ def dense(of: Configuration, tokens: int) -> Inputs:
 
 def fused(inputs: Inputs) -> None:
     """Both through the kernels in Gluon, where they run, however small the call."""
-    before = stage.fills, gradient_stage.LEAST_PAIRS, stage.TRAINING
+    before = stage.fills, gradient_stage.LEAST_PAIRS
     stage.fills, gradient_stage.LEAST_PAIRS = (lambda inputs, processors: True), 0
-    stage.TRAINING = True
     forget_calls()
     both(inputs)
-    stage.fills, gradient_stage.LEAST_PAIRS, stage.TRAINING = before
+    stage.fills, gradient_stage.LEAST_PAIRS = before
     forget_calls()
 
 

@@ -40,7 +40,6 @@ def by_head(patch: Patch, whole: bool) -> Iterator[None]:
     patch.setattr(gradient_stage, "MOST_WAVES", 0)
     patch.setattr(stage, "fills", lambda inputs, processors: True)
     patch.setattr(gradient_stage, "LEAST_PAIRS", 0)
-    patch.setattr(stage, "TRAINING", True)
     yield
 
 

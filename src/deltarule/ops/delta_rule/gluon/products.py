@@ -44,14 +44,6 @@ StatePlaces = namedtuple(
 # Of the score role: K K^T, or without an erase K Q^T.
 ScorePlaces = namedtuple("ScorePlaces", "pairs has_pairs")
 
-# Of the role that computes gradients: all operands are in shared memory.
-GradientPlaces = namedtuple(
-    "GradientPlaces",
-    "read_pairs erase_pairs written read erased held inner "
-    # Done: GP and GM; the products with S and D; those with q and k.
-    "has_pairs has_states has_keys",
-)
-
 
 @triton.constexpr_function
 def lanes(columns: int) -> Any:
@@ -94,23 +86,6 @@ def score_places(FORM: gl.constexpr):
     if FORM.TENSOR:
         COLUMNS: gl.constexpr = CHUNK if FORM.TIED else CHUNK // FORM.STEPS
         found = ScorePlaces(room_for(gl.float32, COLUMNS), told())
-    return found
-
-
-@gluon.jit
-def gradient_places(FORM: gl.constexpr):
-    found = GradientPlaces(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    if FORM.TENSOR:
-        erase_pairs, held, erased = 0, 0, 0
-        if FORM.TIED:
-            erase_pairs, erased = room_for(gl.float32, CHUNK), room_for(gl.float32, FORM.K)
-        if FORM.DECAY:
-            held = room_for(gl.float32, CHUNK)
-        found = GradientPlaces(
-            room_for(gl.float32, CHUNK), erase_pairs, room_for(gl.float32, FORM.K),
-            room_for(gl.float32, FORM.K), erased, held, room_for(gl.float32, FORM.K),
-            told(), told(), told(),
-        )  # fmt: skip
     return found
 
 

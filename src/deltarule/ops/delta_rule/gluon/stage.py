@@ -191,11 +191,6 @@ def taken_in_parts(inputs: Inputs, save: bool) -> Inputs:
     return parts if taken else inputs
 
 
-# Whether training takes these kernels where they pay: the forward that saves, and the gradients.
-# Set it before the first call: plans keep what was chosen.
-TRAINING = True
-
-
 def pays(inputs: Inputs, plan: Plan, save: bool = False) -> bool:
     """Whether it is faster than the stages that it replaces: a function of shapes and the GPU.
 
@@ -203,8 +198,7 @@ def pays(inputs: Inputs, plan: Plan, save: bool = False) -> bool:
     timed it.
     """
     return (
-        (TRAINING or not save)
-        and why_unasked_never(inputs) is None
+        why_unasked_never(inputs) is None
         and not plan.per_segment
         and not (save and inputs.beta is None and inputs.log_decay is None)
         and not (save and (inputs.q.dtype != torch.bfloat16 or inputs.n_steps > 1))
