@@ -10,6 +10,7 @@ from deltarule.models import ModelConfig
 from deltarule.tasks.mqar import Config
 from deltarule.train.loop import LoopOptions
 from deltarule.train.optimizer import OptimizerOptions
+from experiments import task_cell
 from experiments.task_cell import Curriculum, Evaluation, TaskCell
 from small import crash_at
 
@@ -38,6 +39,25 @@ def test_a_cell_learns_and_returns_what_json_can_hold(tmp_path):
     assert figures["steps"] == 300
     assert not figures["stopped_early"]
     assert json.loads(json.dumps(figures)) == figures
+
+
+def test_each_seed_draws_rows_of_its_own():
+    jobs = [
+        replace(CELL, loop=replace(CELL.loop, seed=seed)).lessons(False).job for seed in (0, 0, 1)
+    ]
+    (first, *_), (same, *_), (other, *_) = (job.next() for job in jobs)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_each_seed_is_measured_on_rows_of_its_own(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(task_cell, "measure", lambda *given: drawn.append(given[3].tokens))
+    for seed in (0, 0, 1):
+        cell = replace(CELL, loop=replace(CELL.loop, seed=seed))
+        cell.measure(cell.evaluations[0], None)
+    assert (drawn[0] == drawn[1]).all()
+    assert (drawn[0] != drawn[2]).any()
 
 
 @pytest.mark.parametrize(

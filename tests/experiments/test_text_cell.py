@@ -85,6 +85,9 @@ def test_each_byte_of_training_is_the_answer_to_the_one_before(cell):
     assert torch.equal(places, torch.arange(2 * 32))
     assert torch.equal(tokens[:, 1:], answers.reshape(2, 32)[:, :-1])
     assert not torch.equal(tokens, job.next()[0])
+    loop = dataclasses.replace(loop, seed=1)
+    other = TextJob(cell.rows, cell.length, corpus, held_out_rows(corpus, 32, 64), loop)
+    assert not torch.equal(tokens, other.next()[0])
 
 
 def test_the_measure_is_that_of_eval():

@@ -114,6 +114,8 @@ def test_the_width_of_the_mlp_follows_its_ratio(tmp_path):
         ("hgrn2", {"expand_ratio": 24}, "expand_ratio must divide hidden_size=32, got 24"),
         ("hgrn2", {"expand_ratio": 8}, "num_heads must be 4 with expand_ratio, got 2"),
         ("kda", {"hiden_size": 3}, "unknown option 'hiden_size'"),
+        # What Mamba-2 keeps in it changes the model.
+        ("kda", {"ssm_cfg": {}}, "unknown option 'ssm_cfg'"),
         ("kda", {"num_heads": "two"}, "num_heads must be an integer"),
         ("kda", {"hidden_size": None}, "missing key 'hidden_size'"),
         ("kda", {"attn": {"layers": [0]}}, "missing key 'num_heads'"),

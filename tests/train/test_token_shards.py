@@ -164,8 +164,8 @@ def test_bad_input_is_named_and_nothing_is_left(source, tmp_path):
             write_data(bad)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
     write_data(DataRun(source, out))
-    with pytest.raises(ValueError, match="exists already"):
-        write_data(DataRun(source, out))
+    with pytest.raises(ValueError, match=r"--out .*: it exists; remove it"):
+        write_data(DataRun(source, out, tokenizer="none"))
     bounds = out / "training.bounds"
     whole = bounds.read_bytes()
     bounds.write_bytes(bytes(16) + whole[16:])

@@ -102,6 +102,25 @@ def test_streamed_text_is_whole_characters(tool):
     assert decoder.finish() == "\N{REPLACEMENT CHARACTER}"
 
 
+def test_half_a_character_amid_bytes_does_not_end_the_stream():
+    """Such as a model may draw from a vocabulary that falls back to bytes, as Llama's does."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁sea"]
+    tool = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            {word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True
+        )
+    )
+    parts = tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback()
+    tool.decoder = tokenizers.decoders.Sequence([*parts, tokenizers.decoders.Fuse()])
+    decoder = TokenDecoder(transformers.PreTrainedTokenizerFast(tokenizer_object=tool))
+    tokens = [1 + byte for byte in "😀".encode() + "😀".encode()[:2]]
+    shown = "".join(map(decoder.push, [*tokens, len(words) - 1])) + decoder.finish()
+    assert shown.startswith("😀")
+    assert shown.endswith(" sea")
+
+
 def test_what_does_not_fit_is_named(tool, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     with pytest.raises(ValueError, match=r"--tokenizer .*nowhere: "):

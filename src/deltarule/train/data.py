@@ -176,8 +176,21 @@ class ShuffledRows:
     """An endless, repeatable stream of full rows of shuffled pieces.
 
     Each epoch's cuts and order are a function of the seed and the epoch; the position (epoch,
-    piece, tokens taken of that piece) is all that a resumed run needs. A piece of at most `length`
-    tokens that does not fit into a row goes on in the next.
+    piece, tokens taken of that piece) is all that a resumed run needs.
+
+    Args:
+        corpus: The documents.
+        length: The most tokens in a piece.
+        row_tokens: Tokens in every row. The piece that does not fit goes on in the next row.
+        seed: Decides the cuts and the order.
+
+    Raises:
+        ValueError: A size is below 1, or the corpus is empty.
+
+    Examples:
+        >>> rows = ShuffledRows(encode_documents([b"abcdefgh"]), length=3, row_tokens=5, seed=0)
+        >>> rows.next().tokens.shape
+        torch.Size([1, 5])
     """
 
     def __init__(self, corpus: Corpus, *, length: int, row_tokens: int, seed: int) -> None:

@@ -63,8 +63,28 @@ def bits_per_byte(
         -\frac{1}{n} \sum_t \log_2 p(\mathrm{byte}_t \mid \mathrm{piece\ up\ to\ } t)
 
     Documents are cut into pieces of at most `length` tokens, each read from an empty state; every
-    byte is predicted once, whatever the length. With `every` only each n-th piece is read, a fair
-    sample of the whole; `what` names a bar that shows how far it has come.
+    byte is predicted once, whatever the length.
+
+    Args:
+        model: A model of byte tokens, on any device.
+        corpus: The documents, of at least one byte.
+        length: The most tokens in a piece.
+        every: Read only every n-th piece: a fair sample of the whole.
+        what: The name of a bar that shows how far it has come. None: no bar.
+
+    Returns:
+        Bits per byte.
+
+    Raises:
+        ValueError: The corpus is empty, or `every` is below 1.
+
+    Examples:
+        >>> from deltarule.models import ModelConfig
+        >>> from deltarule.train.data import encode_documents
+        >>> model = CausalLM(ModelConfig(vocab_size=257, hidden_size=16, num_layers=1,
+        ...                              num_heads=1, layer_types="gated_deltanet"))
+        >>> 7 < bits_per_byte(model, encode_documents([b"some text"]), 8) < 9
+        True
     """
     if every < 1:
         raise ValueError(f"every must be 1 or more, got {every}")
@@ -77,7 +97,19 @@ def bits_by_position(
     """Bits per byte by the position in a piece, in bins 1, 2, 3-4, 5-8 and so on.
 
     Position p is a byte predicted from p tokens: with memory that helps, later bins are lower.
-    Arguments are those of `bits_per_byte`; bins that hold no byte are left out.
+
+    Args:
+        model: A model of byte tokens, on any device.
+        corpus: The documents, of at least one byte.
+        length: The most tokens in a piece.
+        every: As of `bits_per_byte`.
+        what: As of `bits_per_byte`.
+
+    Returns:
+        The bins that hold any byte, in order.
+
+    Raises:
+        ValueError: The corpus is empty.
     """
     if corpus.predicted == 0:
         raise ValueError("corpus must hold at least one byte to predict, got none")

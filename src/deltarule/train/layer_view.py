@@ -64,8 +64,14 @@ class LayerView:
 def layer_views(model: CausalLM, tokens: list[int], head: int = 0) -> list[LayerView]:
     """Look at a head of every layer whose output is linear in its values.
 
-    TTT, Titans and sLSTM, whose read-out is not, have no view, and Hyena shows none. Memory grows
-    with the square of the number of tokens; of a value head that is not there the last is shown.
+    Args:
+        model: Any model.
+        tokens: A text that starts a document; memory grows with the square of its length.
+        head: Which value head, from 0; a layer with fewer shows its last.
+
+    Returns:
+        A view of each layer that has a matrix; TTT, Titans and sLSTM, whose read-out is not linear
+        in their values, have none, and Hyena shows none.
     """
     inputs: dict[int, Tensor] = {}
     places = [

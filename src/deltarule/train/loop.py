@@ -103,7 +103,8 @@ class Trainer:
     whose checkpoint is kept; 0 does neither. A checkpoint is written, too, when `save_seconds` have
     passed since the last. What `max_seconds` counts began at `began`, by `time.monotonic`, or when
     training does; `reserve` says, given the seconds of a step, how many to leave for what follows.
-    `also` takes the metrics, too. Of several processes each is given the same arguments.
+    `also` takes the metrics, too. Of several processes each is given the same arguments; without a
+    `world` there are as many as torchrun has started.
     """
 
     def __init__(

@@ -6,7 +6,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from typing import Self, TypeVar
 
 from deltarule.train.extra import require
@@ -94,11 +93,9 @@ class PlainProgress(Progress):
 
     def update(self, step: int, shown: dict[str, str]) -> None:
         now = time.monotonic()
-        seconds = (now - self._began) / max(1, step - self.first) * (self.steps - step)
-        # Without hours where there are none.
-        left = str(timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")
+        left = (now - self._began) / max(1, step - self.first) * (self.steps - step)
         figures = "  ".join(f"{name} {value}" for name, value in shown.items())
-        parts = [f"{self.what} {step:,}/{self.steps:,}", figures, f"left {left}"]
+        parts = [f"{self.what} {step:,}/{self.steps:,}", figures, f"left {clock(left)}"]
         self._line = "  ".join(filter(None, parts))
         ends = self.what == STEP and step in (self.first + 1, self.steps)
         if ends or now - self._last >= LINE_EVERY:
@@ -143,3 +140,15 @@ class LiveProgress(Progress):
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+
+
+def clock(seconds: float) -> str:
+    """Seconds as a clock shows them.
+
+    Examples:
+        >>> clock(125), clock(3725)
+        ('2:05', '1:02:05')
+    """
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -206,14 +206,17 @@ def sample_documents(corpus: Corpus, largest: int) -> Corpus:
     """Documents up to a number of tokens in memory, `taken` in the same order every time."""
     order = np.random.default_rng(0).permutation(len(corpus.bounds) - 1)
     counts = taken(np.diff(corpus.bounds)[order] - 1, largest)
-    places = zip(corpus.bounds[order].tolist(), counts.tolist(), strict=True)
-    parts = [corpus.tokens[start : start + 1 + count] for start, count in places if count]
+    some = counts > 0
+    places = zip(corpus.bounds[order[some]].tolist(), counts[some].tolist(), strict=True)
+    parts = [corpus.tokens[start : start + 1 + count] for start, count in places]
     # Bytes of the text as the tokens that were taken are to all.
-    return joined(parts, round(corpus.num_bytes * counts.sum() / max(1, corpus.predicted)))
+    return joined(parts, round(corpus.num_bytes * int(counts.sum()) / max(1, corpus.predicted)))
 
 
 def write_data(run: DataRun) -> None:
     """Tokenise all documents, with a bar that counts bytes; an error leaves nothing behind."""
+    if run.out.exists():
+        raise ValueError(f"--out {run.out}: it exists; remove it or give another folder")
     if not run.source.exists():
         raise DataError(f"{run.source}: there is no such file or folder")
     encoder = make_encoder(run.tokenizer)

@@ -50,20 +50,31 @@ class TokenDecoder:
     """Decodes a stream of a tokenizer's tokens: text appears once no later token can change it."""
 
     def __init__(self, tool: Any) -> None:
-        self.tool, self.start = tool, require("tokenizers.decoders", "hf").DecodeStream
-        self.stream, self.held = self.start(skip_special_tokens=True), list[int]()
+        self.tool, self.tokens = tool, list[int]()
+        # Tokens that stand before those to be read, for what joins them; and those shown already.
+        self.before, self.shown = 0, 0
 
     def push(self, token: int) -> str:
         """Take one token; return the text that it completes, often none."""
-        text = self.stream.step(self.tool.backend_tokenizer, token)
-        self.held = [*self.held, token] if text is None else []
-        return text or ""
+        self.tokens.append(token)
+        text = self.new()
+        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self.before, self.shown = self.shown, len(self.tokens)
+        return text
 
     def finish(self) -> str:
         """Return what is held back; then start afresh."""
-        text: str = self.tool.decode(self.held, skip_special_tokens=True)
-        self.stream, self.held = self.start(skip_special_tokens=True), []
+        text = self.new()
+        self.tokens, self.before, self.shown = [], 0, 0
         return text
+
+    def new(self) -> str:
+        known, every = (
+            self.tool.decode(self.tokens[self.before : end], skip_special_tokens=True)
+            for end in (self.shown, len(self.tokens))
+        )
+        return str(every)[len(known) :]
 
 
 def tokens_of(folder: Path, vocab_size: int) -> Encoder:

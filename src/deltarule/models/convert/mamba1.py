@@ -23,7 +23,7 @@ def mamba(state: str, taps: str, expand: str, rank: str, bias: str) -> Table:
         }
 
     return (
-        options.silent("d_inner", "d_model", "n_layer"),
+        options.silent("d_inner", "d_model", "n_layer", "ssm_cfg"),
         options.integer(state, "head_k_dim", 16),
         options.integer(taps, "conv_size", 4, smallest=1),
         Entry(read_inside, lambda config: {

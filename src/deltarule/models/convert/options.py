@@ -28,7 +28,7 @@ _SILENT = frozenset({
     "max_position_embeddings", "model_type", "_name_or_path", "norm_reduction_force_float32",
     "num_logits_to_keep", "output_router_logits", "pad_vocab_size_multiple",
     "rescale_prenorm_residual", "residual_in_fp32", "return_last_states", "router_aux_loss_coef",
-    "router_jitter_noise", "sequence_kernel", "ssm_cfg", "step_kernel", "time_step_floor",
+    "router_jitter_noise", "sequence_kernel", "step_kernel", "time_step_floor",
     "time_step_init_scheme", "time_step_max", "time_step_min", "time_step_scale",
     "use_associative_scan", "use_falcon_mambapy", "use_l2warp", "use_mamba_kernels", "use_mambapy",
     "z_loss_coefficient",
