@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from deltarule.ops.delta_rule.gluon import channel_gradients, gradient_stage, stage
 from deltarule.ops.delta_rule.triton import channel_stages, passes, plan, windows
 from deltarule.ops.delta_rule.triton.plan import Call, new_plan
+from deltarule.ops.runtime.gluon_tiles import FusedLaunch
 from gluon_interpreter import interpret_launches
 from kernels.interpreted import inputs_of
 from kernels.interpreted import interpreted as interpreted_by_triton
@@ -28,6 +29,8 @@ from tolerance import relative_rms
 
 # What the order of events is drawn from.
 ORDER = {"seed": 0}
+# Kernels in Gluon that were launched.
+LAUNCHED: list[str] = []
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +38,14 @@ def interpreted(monkeypatch) -> None:
     """Launches go through the interpreter, on a GPU of a few multiprocessors."""
     monkeypatch.setitem(ORDER, "seed", 0)
     interpret_launches(monkeypatch, lambda: ORDER["seed"])
+    call = FusedLaunch.__call__
+
+    def noted(self: FusedLaunch, *given: Any) -> None:
+        LAUNCHED.append(self.kernel.__name__)
+        call(self, *given)
+
+    monkeypatch.setattr(FusedLaunch, "__call__", noted)
+    LAUNCHED.clear()
     monkeypatch.setattr(gradient_stage, "multiprocessors", lambda device: 3)
 
 
@@ -71,8 +82,10 @@ def compare_passes(
         return found
 
     expected = outputs_and_gradients()
+    assert not LAUNCHED
     take()
     found = outputs_and_gradients()
+    assert LAUNCHED
     for x, y in zip(found, expected, strict=True):
         assert (None if x is None else x.shape) == (None if y is None else y.shape)
         # As near as 16 bits allow.
@@ -160,6 +173,12 @@ def test_so_are_those_with_a_decay_per_channel(erase, form, monkeypatch) -> None
     compare_passes(case, lambda: take(monkeypatch, "channels"), orders=3)
 
 
+def test_the_shift_of_both_kernels_is_one() -> None:
+    """Which the test above makes smaller."""
+    shift = channel_gradients.SHIFT.value
+    assert (shift, channel_gradients.UNSHIFT.value) == (channel_stages.SHIFT, 2.0**-shift)
+
+
 @interpreted_by_triton
 @pytest.mark.parametrize("kernel", ["chunks", "whole"])
 def test_so_they_are_where_they_are_reset(kernel, monkeypatch) -> None:
@@ -192,10 +211,14 @@ def cut_into(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @interpreted_by_triton
 @pytest.mark.parametrize(
-    ("kernel", "save", "parts"),
-    [("chunks", True, 1), ("chunks", False, 1), ("chunks", False, 2), ("whole", True, 1)],
-)
-@pytest.mark.parametrize("segment", [2, 0])
+    ("kernel", "save", "parts", "segment"),
+    [
+        *(("chunks", True, 1, segment) for segment in (2, 0)),
+        *(("chunks", False, 1, segment) for segment in (2, 0)),
+        # Windows and segments at once are Triton's.
+        ("chunks", False, 2, 0), *(("whole", True, 1, segment) for segment in (2, 0)),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("erase", ["tied", "none"])
 def test_so_are_those_of_segments_and_of_windows(
     erase, segment, kernel, save, parts, monkeypatch
@@ -228,6 +251,8 @@ def test_a_forward_and_a_whole_backward_are_those_of_the_definition(
     monkeypatch.setattr(stage, "taken_in_parts", lambda inputs, _: inputs)
     take(monkeypatch, "forward", "whole")
     case = case_of(*rule, **({"batch": 2} | WIDE | options))
+    # Keys that are not of unit norm before.
+    case = case.changed(k=case.tensors["k"] * (3.0 if case.normalize_qk else 1.0))
     d_o, d_final = weights(case)
     inputs, given = inputs_of(case), (d_o.bfloat16(), d_final.float())
 
@@ -239,10 +264,10 @@ def test_a_forward_and_a_whole_backward_are_those_of_the_definition(
     repeated = [gradients(kept, spent=False) for _ in range(2)]
     inside = gradients(kept, spent=True)
     check_fused((o, final), case)
-    if not case.normalize_qk:
-        # Norms take the roundings of so few heads further than the bars allow for.
+    if not case.normalize_qk or rule[0] == "none":
+        # With decays norms take the roundings of so few heads further than the bars allow for.
         by_name = dict(zip(case.present(), inside, strict=True))
-        check_fused_gradients(by_name, case, given)
+        check_fused_gradients(by_name, case, given, stress=case.normalize_qk)
     places = [x.data_ptr() - kept.data_ptr() for x in inside]
     lent = sum(0 <= place < kept.nbytes for place in places)
     whole = case.tensors["q"].shape[1] % 64 == 0 and case.lengths is None

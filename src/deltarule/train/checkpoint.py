@@ -61,7 +61,7 @@ class Checkpoints:
         """What was saved is on disk already."""
 
     def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
-        """Write one checkpoint; afterwards it is on disk, or the old whole ones are as they were."""
+        """Write one checkpoint; afterwards it is on disk, or the whole ones are as they were."""
         whole = {key: x.detach().cpu().contiguous() for key, x in tensors.items()}
         with self.new(step) as aside:
             for name, kind in ((MODEL, False), (OPTIMIZER, True)):

@@ -68,7 +68,8 @@ def state_role(
     for i in range(place.chunks):
         pair_slot = i % PAIR_SLOTS if FORM.TIED else slot
         gate = slot * GATES
-        low = rounded(value(s, STATE)) if FORM.TIED else value(s, STATE).to(dtype)
+        low = value(s, STATE)
+        low = rounded(low) if FORM.TIED and dtype == gl.bfloat16 else low.to(dtype)
         left = operand(places.low_state, low, OF_TOKENS)
         mbarrier.wait(barriers.full.index(slot), phase)
         if FORM.TIED:
