@@ -54,8 +54,8 @@ class Configuration(NamedTuple):
     filled: float
 
 
-# By keys and values of tiles, and of decays per channel. Fewer registers for the state roles put
-# every product of the kernel in series.
+# By keys and values of tiles, and of decays per channel. Other registers, of those that were tried,
+# put every product of the kernel in series.
 CONFIGURATIONS = {
     (128, 128): Configuration({"tied": 3, "none": 3}, 128, 200, 88, others=24, filled=0.6),
     (64, 64): Configuration({"tied": 2, "none": 3}, 128, 0, 96, others=32, filled=0.75),

@@ -28,8 +28,8 @@ from deltarule.ops.slstm.triton.cell import PRECISION, ROWS
 # split in two for tf32, and for h.
 HELD, SHARED = 4096, 144 * 1024
 WARPS = 8
-# Whether calls are split where they fit; and in the interpreter, with a launch for each token.
-SPLITS, IN_TURNS = True, False
+# Whether calls are split in the interpreter, too, with a launch for each token.
+IN_TURNS = False
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def programs(inputs: SLSTMInputs) -> tuple[int, int, int]:
 def takes(inputs: SLSTMInputs) -> bool:
     """Whether a call is split: where all programs find a multiprocessor, and R its memory."""
     device = inputs.gates.device
-    if not SPLITS or inputs.gates.numel() == 0:
+    if inputs.gates.numel() == 0:
         return False
     if device.type != "cuda":
         return IN_TURNS
