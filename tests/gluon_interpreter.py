@@ -667,6 +667,10 @@ def bare(x: Any) -> Any:
     return type(x)(*(getattr(y, "value", y) for y in x)) if isinstance(x, tuple) else x
 
 
+# Kernels that were launched since.
+LAUNCHED: list[str] = []
+
+
 def interpret_launches(
     monkeypatch: pytest.MonkeyPatch, seed: Callable[[], int], roles: bool = True
 ) -> None:
@@ -677,6 +681,7 @@ def interpret_launches(
     """
 
     def call(self: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+        LAUNCHED.append(self.kernel.__name__)
         named = dict(zip(self.kernel.arg_names, arguments, strict=False))
         for place, width, tile in self.tiles:
             name = self.kernel.arg_names[place]
@@ -685,6 +690,7 @@ def interpret_launches(
         known = {x: bare(self.constants[x]) for x in self.kernel.arg_names if x in self.constants}
         run(self.kernel, grid[0], named | known, seed(), roles)
 
+    LAUNCHED.clear()
     monkeypatch.setattr(FusedLaunch, "__call__", call)
 
 

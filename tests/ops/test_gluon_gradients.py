@@ -20,8 +20,7 @@ from triton.experimental.gluon import language as gl
 from deltarule.ops.delta_rule.gluon import channel_gradients, gradient_stage, stage
 from deltarule.ops.delta_rule.triton import channel_stages, passes, plan, windows
 from deltarule.ops.delta_rule.triton.plan import Call, new_plan
-from deltarule.ops.runtime.gluon_tiles import FusedLaunch
-from gluon_interpreter import interpret_launches
+from gluon_interpreter import LAUNCHED, interpret_launches
 from kernels.interpreted import inputs_of
 from kernels.interpreted import interpreted as interpreted_by_triton
 from oracle import Case, check_fused, check_fused_gradients, make_case, weights
@@ -29,8 +28,6 @@ from tolerance import relative_rms
 
 # What the order of events is drawn from.
 ORDER = {"seed": 0}
-# Kernels in Gluon that were launched.
-LAUNCHED: list[str] = []
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +35,6 @@ def interpreted(monkeypatch) -> None:
     """Launches go through the interpreter, on a GPU of a few multiprocessors."""
     monkeypatch.setitem(ORDER, "seed", 0)
     interpret_launches(monkeypatch, lambda: ORDER["seed"])
-    call = FusedLaunch.__call__
-
-    def noted(self: FusedLaunch, *given: Any) -> None:
-        LAUNCHED.append(self.kernel.__name__)
-        call(self, *given)
-
-    monkeypatch.setattr(FusedLaunch, "__call__", noted)
-    LAUNCHED.clear()
     monkeypatch.setattr(gradient_stage, "multiprocessors", lambda device: 3)
 
 
