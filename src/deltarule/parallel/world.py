@@ -128,6 +128,8 @@ class World:
 
     def agree(self, *wishes: bool) -> list[bool]:
         """Whether any process wishes each: one answer for all."""
+        if self.size == 1:
+            return [*wishes]
         return [count > 0 for count in self.sum(torch.tensor(wishes, dtype=torch.int32)).tolist()]
 
     def from_first(self, compute: Callable[[], Any]) -> Any:
