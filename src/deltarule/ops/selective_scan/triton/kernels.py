@@ -73,8 +73,7 @@ def load_constant(x, at, S: tl.constexpr):
 
 
 @triton.jit
-def tokens_of(q, k, v, delta, A, value_log_decay, log_decay, beta, at, S: tl.constexpr):
-    """What a program reads of its tokens, with the tiles that all of them share."""
+def tiles_without_time(A, k, q, at, S: tl.constexpr):
     b_A, b_k, b_q = 0.0, 0.0, 0.0
     if A is not None:
         b_A = load_constant(A, at, S)
@@ -82,7 +81,7 @@ def tokens_of(q, k, v, delta, A, value_log_decay, log_decay, beta, at, S: tl.con
         b_k = load_constant(k, at, S)
     if S.HQ == 0:
         b_q = load_constant(q, at, S)
-    return Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
+    return b_A, b_k, b_q
 
 
 @triton.jit
@@ -156,7 +155,8 @@ def read_kernel(
     if tokens <= 0:
         return
     at = tile_of(tl.program_id(1), S)
-    x = tokens_of(q, k, v, delta, A, value_log_decay, log_decay, beta, at, S)
+    b_A, b_k, b_q = tiles_without_time(A, k, q, at, S)
+    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
     place, mask = state_offsets(i_m, at, S)
     b_s = tl.zeros([S.BK, S.BV], tl.float32)
     if states is not None:
@@ -195,7 +195,8 @@ def read_backward_kernel(
         return
     i_h, i_v = tl.program_id(1), tl.program_id(2)
     at = tile_of(i_h, S)
-    x = tokens_of(q, k, v, delta, A, value_log_decay, log_decay, beta, at, S)
+    b_A, b_k, b_q = tiles_without_time(A, k, q, at, S)
+    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
     y = Gradients(d_o, d_q, d_k, d_v, d_delta, d_value_log_decay, d_log_decay, d_beta, s_part)
     b_dA = tl.zeros([S.BK, S.BV], tl.float32)
     b_dk_all, b_dq_all = b_dA, b_dA
@@ -303,7 +304,8 @@ def chunk_summary_kernel(
     if tokens <= 0:
         return
     at = tile_of(tl.program_id(1), S)
-    x = tokens_of(q, k, v, delta, A, value_log_decay, log_decay, beta, at, S)
+    b_A, b_k, b_q = tiles_without_time(A, k, q, at, S)
+    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
     b_s, b_left = tl.zeros([S.BK, S.BV], tl.float32), tl.full([S.BK, S.BV], 1.0, tl.float32)
     for i_g in range(0, tokens, S.G):
         for j in tl.static_range(S.G):
