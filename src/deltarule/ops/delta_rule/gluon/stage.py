@@ -37,32 +37,41 @@ HOPPER = 90
 BLACKWELL = 100
 
 
-class Configuration(NamedTuple):
-    """Slots and registers by role, and when the kernel pays."""
+class Registers(NamedTuple):
+    """Registers of a thread, by role: the first state role has what the others leave."""
 
-    # Chunks in shared memory, by erase: where there is none a chunk is soon done with.
-    slots: dict[str, int]
-    # Registers of a thread, on average.
-    average: int
-    # Of the second state role; the first has what the others leave.
+    # Of the second state role.
     state: int
     score: int
     # Of the roles that load, store and sum.
     others: int
+
+
+class Configuration(NamedTuple):
+    """Slots, registers, and when the kernel pays."""
+
+    # Chunks in shared memory, by erase: where there is none a chunk is soon done with.
+    slots: dict[str, int]
+    registers: Registers
+    # With an erase, where nothing is saved. Other registers, of those that were tried, put every
+    # product of the kernel in series.
+    alone: Registers
     # The part of the multiprocessors' time that programs must fill: with less of it, kernels that
     # cut states or sequences into more programs are done first.
     filled: float
 
 
-# By keys and values of tiles, and of decays per channel. Other registers, of those that were tried,
-# put every product of the kernel in series.
+# Registers of a thread, over all roles.
+AVERAGE = 128
+SMALL, CHANNEL = Registers(0, 96, 32), Registers(192, 104, 24)
+# By keys and values of tiles, and of decays per channel.
 CONFIGURATIONS = {
-    (128, 128): Configuration({"tied": 3, "none": 3}, 128, 200, 88, others=24, filled=0.6),
-    (64, 64): Configuration({"tied": 2, "none": 3}, 128, 0, 96, others=32, filled=0.75),
-    "channel": Configuration({"tied": 2, "none": 2}, 128, 192, 104, others=24, filled=0.6),
+    (128, 128): Configuration(
+        {"tied": 3, "none": 3}, Registers(200, 88, 24), Registers(192, 96, 32), filled=0.6
+    ),
+    (64, 64): Configuration({"tied": 2, "none": 3}, SMALL, SMALL, filled=0.75),
+    "channel": Configuration({"tied": 2, "none": 2}, CHANNEL, CHANNEL, filled=0.6),
 }
-# Of those with an erase in tiles of 128 by 128 that save nothing.
-LEAN = {"STATE_REGISTERS": 192, "SCORE_REGISTERS": 96, "REGISTERS": 32}
 CHANNEL_SIZES = 128, 128
 # Beside the tiles of S and E that are on their way out.
 SLOTS_THAT_SAVE = 2
@@ -281,12 +290,11 @@ def forward_launch(call: Call, save: bool, lends: bool, initial: bool) -> Launch
         SCORES=save and call["scores"] is not None, LENDS=save and lends,
         TENSOR=has_tensor_memory(inputs.q.device),
     )  # fmt: skip
+    registers = config.alone if tied and not save else config.registers
     constants = {
-        "FORM": form, "STATE_REGISTERS": config.state, "SCORE_REGISTERS": config.score,
-        "REGISTERS": config.others, "num_warps": 4, "maxnreg": config.average,
+        "FORM": form, "STATE_REGISTERS": registers.state, "SCORE_REGISTERS": registers.score,
+        "REGISTERS": registers.others, "num_warps": 4, "maxnreg": AVERAGE,
     }  # fmt: skip
-    if tied and form.PARTS == 2 and not save and not channels:
-        constants |= LEAN
     kernel = channel_forward_kernel if channels else forward_kernel
     return ForwardLaunch(kernel, constants, tiles)
 

@@ -52,7 +52,6 @@ def state_role(
     QUERIES: gl.constexpr = CHUNK // FORM.STEPS
     ROWS: gl.constexpr = QUERIES // PARTS
     LATE: gl.constexpr = FORM.TIED or FORM.SAVE
-    O_LATER: gl.constexpr = FORM.TIED and not FORM.SAVE and PARTS == 2
     READS: gl.constexpr = product(QUERIES)
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     dtype: gl.constexpr = tiles.q.dtype
@@ -102,7 +101,7 @@ def state_role(
             mbarrier.wait(barriers.scored.index(slot), phase)
             o = finish((o,), places.has_out, i & 1)
         o = value(o, READS)
-        if not O_LATER:
+        if not scales_late(FORM):
             o = outputs(tiles, slot, o, scale, FORM)
         if FORM.TIED:
             erased = value(finish((erased,), places.has_erased, i & 1), TOKENS)
@@ -132,6 +131,12 @@ def state_role(
 def copies_between(form: Form) -> int:
     """Copies on their way when the same of the next chunk is left: P and E, or S and P."""
     return (2 if form.SCORES else 1) if form.TIED else 0
+
+
+@triton.constexpr_function
+def scales_late(form: Form) -> bool:
+    """Whether o is scaled while U W is under way, where registers are free for all its loads."""
+    return form.TIED and not form.SAVE and form.PARTS == 2
 
 
 @gluon.jit
@@ -280,8 +285,7 @@ def written_values(
     u = tiles.u.index(slot).permute((1, 0))
     x = start(places.erased, right, u, f)
     tell(places.has_values)
-    if not FORM.SAVE and PARTS == 2:
-        # Here registers are free for all its loads at once.
+    if scales_late(FORM):
         o = outputs(tiles, slot, o, scale, FORM)
     s = decayed(tiles, gate, places, s, K, FORM.DECAY)
     x = value(finish((x,), places.has_values, i & 1), TOKENS)
