@@ -25,6 +25,16 @@ def patched() -> Quotes:
         yield "| {:.1f} | {:.1f} | {:.1f} |".format(*(ms[work, side] for side in sides))
 
 
+def scans() -> Quotes:
+    ms = {(row["layer"], row["peer"]): row["both_ms"] for row in read("scans_h200")["rows"]}
+    told = {
+        "rg_lru": "{:.2f} ms for RG-LRU ({:.2f} ms in",
+        "mamba1": "{:.2f} ms for Mamba ({:.2f})",
+    }
+    for layer, words in told.items():
+        yield words.format(ms[layer, "deltarule"], ms[layer, "PyTorch"])
+
+
 def on_a_gpu() -> Quotes:
     reports = [results.load(path) for path in FIGURES.glob("bench_*.json")]
     passes = report.by_device(reports)["NVIDIA H200"]
@@ -51,7 +61,7 @@ def on_a_cpu() -> Quotes:
     ("page", "quotes"),
     [
         ("README.md", on_a_gpu), ("docs/index.md", on_a_gpu), ("README.md", on_a_cpu),
-        ("docs/transformers/patch.md", patched),
+        ("docs/transformers/patch.md", patched), ("docs/operators/selective_scan.md", scans),
     ],
 )  # fmt: skip
 def test_a_page_quotes_its_figures(page, quotes):

@@ -124,7 +124,7 @@ class ModelConfig:
         mlp_multipliers: Factors of an MLP's gate, before the activation, and of its output.
         lm_head_multiplier: Factor of the logits.
         final_logit_softcapping: A bound c of the logits: c tanh(logits / c). None: no bound.
-        norm_eps: Added to the mean square in every RMSNorm.
+        norm_eps: Added to the mean square, or the variance, in every norm.
         output_norm_eps: The same in the output norms of recurrent layers. None: norm_eps.
         output_norm_bias: Whether that norm of mLSTM layers has a bias.
         norm_type: Norms of the stream: "rms", or "layer", which subtracts the mean and has biases.

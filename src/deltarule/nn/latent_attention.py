@@ -23,7 +23,10 @@ EPS = 1e-6
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention: the state keeps c and r of each token, one head of both.
+    """Multi-head latent attention, whose heads share what the state keeps of a token, c and r.
+
+    c = norm(W_c x)        r = rotated(W_r x)        k = (U c, r) and v = U_v c of each head
+    o_t = sum_s softmax_s(scale q_t . k_s) v_s
 
     Args:
         hidden_size: Channels of x.

@@ -31,8 +31,8 @@ class Mixer(Frame):
         hidden_size: Channels of x.
         num_heads: Query and key heads H.
         num_v_heads: Value heads HV, a multiple of num_heads. None: num_heads.
-        head_k_dim: Channels K of a query or key. None: expand_k * hidden_size / num_heads.
-        head_v_dim: Channels V of a value. None: expand_v * head_k_dim.
+        head_k_dim: Channels K of a query or key. None: the layer's default.
+        head_v_dim: Channels V of a value. None: the layer's default.
         conv_size: Taps of the short convolution; 0 removes it. None: the layer's default.
         conv_bias: Whether the short convolution adds a bias before its SiLU. None: it does not.
         output_gate: Whether to gate the output. None: the layer's default.
@@ -65,7 +65,7 @@ class Mixer(Frame):
 
     Attributes:
         save_states: Whether the states of chunks are kept for the backward pass. False computes
-            them again there and needs less memory; the gradients are the same.
+            them again there and keeps less memory until then; the gradients are the same.
 
     Raises:
         ValueError: A size is out of range, or an option means nothing for this layer.

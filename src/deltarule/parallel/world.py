@@ -31,19 +31,27 @@ AXES = ("replicate", "shard", "context", "tensor")
 
 @dataclass(frozen=True)
 class MeshOptions:
-    """How the processes that torchrun starts share the work; the rest of them are shards."""
+    """How the processes that torchrun starts share the work.
+
+    Of P processes, P / (replicate * context * tensor) share the weights of each copy.
+
+    Args:
+        replicate: Whole copies of the weights; each is sharded over the processes of its copy.
+        context: Processes that share each sequence; each has a stretch of its tokens.
+        tensor: Processes that share each layer; each has some of its heads.
+        keep_gathered: Keep a block's weights gathered from its forward to its backward: faster,
+            for more memory. "auto" does so if `deltarule plan` finds room for them on this GPU.
+        timeout_s: Seconds after which a process that waits for another gives up.
+
+    Raises:
+        ValueError: A number of processes is below 1.
+    """
 
     replicate: int = 1
-    """Whole copies of the weights; each is sharded over the processes of its copy."""
     context: int = 1
-    """Processes that share each sequence; each has a stretch of its tokens."""
     tensor: int = 1
-    """Processes that share each layer; each has some of its heads."""
     keep_gathered: Literal["auto", "yes", "no"] = "auto"
-    """Keep a block's weights gathered from its forward to its backward: faster, for more memory;
-    "auto" does so if `deltarule plan` finds room for them on this GPU."""
     timeout_s: float = 600.0
-    """Seconds after which a process that waits for another gives up."""
 
     def __post_init__(self) -> None:
         check_least(self, 1, "replicate", "context", "tensor")

@@ -44,7 +44,8 @@ def delta_rule(
         k: Keys `[B, T*n, H, K]` in q's dtype; step j of token t is row `t*n + j`.
         v: Values `[B, T*n, HV, V]` in q's dtype; HV is a multiple of H.
         beta: Write strength `[B, T*n, HV]`, in [0, 1], or in [0, 2] for transitions with negative
-            eigenvalues. None means no erase: S gains v k^T (linear attention, Mamba-2, GLA).
+            eigenvalues, with keys of unit norm: where beta |k|^2 is above 2 the state grows without
+            bound. None means no erase: S gains v k^T (linear attention, Mamba-2, GLA).
         log_decay: Natural log of the decay, <= 0, float32: [HV] constant, [B, T, HV] for each
             head or [B, T, HV, K] for each key channel; -inf is a reset. None means no decay.
         n_steps: Writes for each token (DeltaProduct); the read-out comes after the last.
@@ -55,7 +56,7 @@ def delta_rule(
             tokens; see `deltarule.pack`. None means that each batch row is a sequence.
         return_state: False gives None in place of the final state.
         save_states: Keep the states of the chunks for the backward; False computes them again
-            there and needs less memory.
+            there and keeps less memory until then.
         batch_invariant: Fix the plan of execution independently of B and N.
         context: What `make_context` returned, if other processes hold the other tokens of the
             rows: all tensors then have the tokens of this process, `cu_seqlens` is None, and

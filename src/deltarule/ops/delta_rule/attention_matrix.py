@@ -20,28 +20,29 @@ def attention_matrix(
     normalize_qk: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
-    r"""Write out the matrix A of o = A v, which a linear recurrence never forms.
+    r"""Write out the matrix W of o = W v, which a linear recurrence never forms.
 
     .. math::
-        A_{ij} = \mathrm{scale} \cdot \beta_j \, k_j^\top
-            \Big( \prod_{s=j+1}^{i} \mathrm{Diag}(\alpha_s) (I - \beta_s k_s k_s^\top) \Big) q_i
-            \qquad j \le i
+        W_{ts} &= \mathrm{scale} \cdot \beta_s \, k_s^\top A_{s+1} A_{s+2} \cdots A_t \, q_t
+            \qquad s \le t \\
+        A_t &= \mathrm{Diag}(e^{\mathrm{log\_decay}_t}) (I - \beta_t k_t k_t^\top)
 
-    Row i says how much of the value written at j the query at i reads. It takes O(T^2) memory:
+    Row t says how much of the value written at s the query at t reads. It takes O(T^2) memory:
     meant for inspection, not for computing outputs.
 
     Args:
-        q: Queries [B, T, H, K].
-        k: Keys `[B, T*n, H, K]`.
-        beta: Write strength `[B, T*n, HV]`. None means no erase and a strength of 1.
-        log_decay: [HV], [B, T, HV] or [B, T, HV, K], natural log, float32. None means no decay.
+        q: Queries [B, T, H, K] in float64, float32, bfloat16 or float16.
+        k: Keys `[B, T*n, H, K]` in q's dtype.
+        beta: Write strength `[B, T*n, HV]` in [0, 2]. None means no erase and a strength of 1.
+        log_decay: Natural log of the decay, <= 0, float32: [HV], [B, T, HV] or [B, T, HV, K]. None
+            means no decay.
         n_steps: Writes for each token.
         scale: Factor of the read-out. None means K ** -0.5.
         normalize_qk: Divide q and k by their norm first: x * rsqrt(sum x^2 + 1e-6).
         impl: "auto", or a named implementation of `delta_rule`.
 
     Returns:
-        A `[B, HV, T, T*n]` in q's dtype, zero where j is later than i.
+        W `[B, HV, T, T*n]` in q's dtype, zero where s is later than t.
 
     Raises:
         ValueError: An argument has the wrong shape, dtype or device; the message names it.
@@ -49,11 +50,11 @@ def attention_matrix(
     Examples:
         >>> import torch
         >>> q, k = torch.randn(2, 1, 6, 1, 4).unbind()
-        >>> A = attention_matrix(q, k, beta=torch.rand(1, 6, 1))
-        >>> A.shape, bool((A.triu(1) == 0).all())
+        >>> W = attention_matrix(q, k, beta=torch.rand(1, 6, 1), normalize_qk=True)
+        >>> W.shape, bool((W.triu(1) == 0).all())
         (torch.Size([1, 1, 6, 6]), True)
 
-    Source: DeltaNet, arXiv 2406.06484, section 3.2, whose print leaves out the beta_j.
+    Source: DeltaNet, arXiv 2406.06484, section 3.2, whose print leaves out the beta_s.
     """
     for name, x in (("q", q), ("k", k)):
         check_axes(name, x, "[B, T or T*n, H, K]", 4)

@@ -32,7 +32,7 @@ def dplr(
         o_t &= \mathrm{scale} \cdot S_t q_t
 
     The rank-one matrix sees the undecayed state. Choose a and b so that the transition does not
-    grow: RWKV-7 takes a = -k', b = alpha * k' with a unit k' and alpha in [0, 1].
+    grow: RWKV-7 takes a = -u, b = r * u with a unit vector u and r in [0, 1] for each channel.
 
     Args:
         q: Queries [B, T, H, K] in float64, float32, bfloat16 or float16.
@@ -48,13 +48,13 @@ def dplr(
             batch row is a sequence.
         return_state: False gives None in place of the final state.
         save_states: Keep the states of the chunks for the backward; False computes them again
-            there and needs less memory.
+            there and keeps less memory until then.
         batch_invariant: Fix the plan of execution independently of B and N.
         context: What `make_context` returned, if other processes hold the other tokens of the
             rows: all tensors then have the tokens of this process, `cu_seqlens` is None, and
             `initial_state` is that of sequences which begin here. None: all tokens are here.
-        return_transition: Return the transition of each sequence too, [N, HV, K, K], or
-            [N, HV, K] without an erase: a state S before becomes S M plus what is written.
+        return_transition: Return the transition of each sequence too, [N, HV, K, K]: a state S
+            before becomes S M plus what is written.
         impl: "auto", or a named implementation, which runs or raises with the reason.
 
     Returns:

@@ -53,12 +53,12 @@ def recurrent_step(
     gradient.
 
     Args:
-        q: Queries [B, T, H, K], T from 1 to 16.
-        k: Keys `[B, T*n, H, K]`.
-        v: Values `[B, T*n, HV, V]`.
-        beta: Write strength `[B, T*n, HV]`, or `BetaLogits(logits, beta_max)` of the same shape:
-            beta_max * sigmoid(logits). None, written out, means no tied erase.
-        log_decay: [HV], [B, T, HV] or [B, T, HV, K], natural log, float32, or
+        q: Queries [B, T, H, K] in float64, float32, bfloat16 or float16, T from 1 to 16.
+        k: Keys `[B, T*n, H, K]` in q's dtype.
+        v: Values `[B, T*n, HV, V]` in q's dtype; HV is a multiple of H.
+        beta: Write strength `[B, T*n, HV]` in [0, 2], or `BetaLogits(logits, beta_max)` of the same
+            shape: beta_max * sigmoid(logits). None, written out, means no tied erase.
+        log_decay: Natural log of the decay, <= 0, float32: [HV], [B, T, HV] or [B, T, HV, K]; or
             `DecayLogits(logits, A_log, dt_bias)`: -exp(A_log) * softplus(logits + dt_bias).
             With its `lower_bound`: lower_bound * sigmoid(exp(A_log) * (logits + dt_bias)).
             None means no decay.

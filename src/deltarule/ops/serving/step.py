@@ -51,13 +51,13 @@ def pool_step(
     gradient.
 
     Args:
-        q: Queries [B, T, H, K].
-        k: Keys `[B, T*n, H, K]`.
-        v: Values `[B, T*n, HV, V]`.
-        beta: Write strength `[B, T*n, HV]`, or `BetaLogits`. None, written out, means no tied
-            erase.
-        log_decay: [HV], [B, T, HV] or [B, T, HV, K], natural log, float32, or `DecayLogits`. None
-            means no decay.
+        q: Queries [B, T, H, K] in float64, float32, bfloat16 or float16.
+        k: Keys `[B, T*n, H, K]` in q's dtype.
+        v: Values `[B, T*n, HV, V]` in q's dtype; HV is a multiple of H.
+        beta: Write strength `[B, T*n, HV]` in [0, 2], or `BetaLogits`. None, written out, means no
+            tied erase.
+        log_decay: Natural log of the decay, <= 0, float32: [HV], [B, T, HV] or [B, T, HV, K]; or
+            `DecayLogits`. None means no decay.
         a: Erase query [B, T, HV, K], together with `b` and without `beta`. None means none.
         b: Erase key [B, T, HV, K].
         n_steps: Writes for each token; 1 with `a` and `b`.
