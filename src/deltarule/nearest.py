@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterable
 from typing import TypeVar
 
 Row = TypeVar("Row")
+# Letters in common, two in three as of "gal" and "gla": another name than "llama" is "jamba".
+ALIKE = 0.66
 
 
 def nearest(given: object, known: Iterable[str], *, before: str = "", otherwise: str = "") -> str:
@@ -17,15 +19,15 @@ def nearest(given: object, known: Iterable[str], *, before: str = "", otherwise:
         "did you mean 'gla'?"
     """
     names = {name.lower(): name for name in known}
-    matches = difflib.get_close_matches(str(given).lower(), names, n=1)
+    matches = difflib.get_close_matches(str(given).lower(), names, n=1, cutoff=ALIKE)
     return f"{before}did you mean {names[matches[0]]!r}?" if matches else otherwise
 
 
-def check_known(name: str, given: object, known: Collection[str]) -> None:
+def check_known(name: str, given: object, known: Collection[str], or_else: str = "") -> None:
     """Refuse what is not among the known names, and ask for the nearest of them."""
     if given not in list(known):
         hint = nearest(given, known, before=": ")
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r}{hint}")
+        raise ValueError(f"{name} must be one of {', '.join(known)}{or_else}, got {given!r}{hint}")
 
 
 class Named(dict[str, Row]):

@@ -16,6 +16,7 @@ from deltarule.models.convert.copy import convert
 from deltarule.models.convert.layout import check_parts
 from deltarule.models.convert.names import Piece, filters
 from deltarule.models.files import CONFIG, INDEX, WEIGHTS
+from deltarule.nearest import nearest
 from deltarule.nn import SYSTEMS
 from models.checkpoints import redraw, same_tensors
 from most_memory import growth
@@ -65,6 +66,11 @@ def test_rows_and_the_page_name_every_family():
     assert {name for row in SYSTEMS.values() for name in checkpoints(row)} == {*FAMILIES}
     page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
     assert [name for name in FAMILIES if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "opt", "gemma"])
+def test_a_family_of_another_name_is_not_taken_for_a_misspelt_one(name):
+    assert nearest(name, FAMILIES) == ""
 
 
 def test_a_file_may_have_sizes_of_layers_that_the_model_has_none_of():

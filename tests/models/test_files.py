@@ -165,7 +165,7 @@ def test_a_folder_with_the_fields_own_names(saved):
     (saved / CONFIG).write_text(json.dumps(fields | {"num_hidden_layers": 4}))
     refuses(saved, "'num_layers' and 'num_hidden_layers' are one option")
     (saved / CONFIG).write_text(json.dumps(fields | {"model_type": "llama"}))
-    refuses(saved, "model_type 'llama' is not known")
+    refuses(saved, "model_type must be one of deltarule, delta_net, ", "jamba, got 'llama'")
 
 
 def test_names_with_the_prefix_of_transformers(saved):

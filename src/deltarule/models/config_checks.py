@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from types import NoneType
 from typing import Any
 
-from deltarule.nearest import nearest
+from deltarule.nearest import check_known
 from deltarule.nn import MIXERS, checks
 from deltarule.nn.checks import check_that
 from deltarule.nn.experts import ROUTING
@@ -98,11 +98,8 @@ def _kinds(cls: Any) -> dict[str, Any]:
 def _check_kind(name: str, value: Any, kind: Any, optional: bool) -> None:
     literal = typing.get_origin(kind) is typing.Literal
     words = typing.get_args(kind) if literal else _WORDS.get(name)
-    if words is not None and (not isinstance(value, str) or value not in words):
-        raise ValueError(
-            f"{name} must be {'None or ' if optional else ''}one of {', '.join(words)}, "
-            f"got {value!r}{nearest(value, words, before=': ')}"
-        )
+    if words is not None:
+        check_known(name, value, words, " or None" * optional)
     if kind is int:
         checks.check_integer(name, value, int(name not in _COUNTS), " or None" * optional)
     if kind is float and name not in _OTHER_NUMBERS:
@@ -120,9 +117,8 @@ def check_used(config: Any) -> None:
         _check_experts(config)
     if config.mlp_size == 0 and parts & {"mlp", "channel_mix", "dense"}:
         raise ValueError("mlp_size must be above 0 for the MLPs of this model, got 0")
-    if config.post_norm not in (None, *config.layer_types):
-        layers = ", ".join(dict.fromkeys(config.layer_types))
-        raise ValueError(f"post_norm must be None or one of {layers}, got {config.post_norm!r}")
+    if config.post_norm is not None:
+        check_known("post_norm", config.post_norm, dict.fromkeys(config.layer_types), " or None")
     for name in unused(config.__class__, options):
         raise ValueError(
             f"{name}={options[name]!r} has no effect on any of layer_types "

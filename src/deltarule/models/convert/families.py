@@ -14,7 +14,7 @@ from deltarule.models.convert import (
     xlstm,
 )
 from deltarule.models.convert.options import Family
-from deltarule.nearest import nearest
+from deltarule.nearest import check_known
 
 _ALL = (
     *fla.FAMILIES, *gated_deltanet.FAMILIES, *mamba2.FAMILIES, kimi_linear.FAMILY, minimax.FAMILY,
@@ -33,8 +33,5 @@ def family_of(stored: dict[str, Any]) -> Family | None:
 
 def named(name: object, option: str) -> Family:
     """The family of that name; `option` is what the name was given for."""
-    if isinstance(name, str) and name in FAMILIES:
-        return FAMILIES[name]
-    hint = nearest(name, FAMILIES, before=" ")
-    known = ", ".join((MODEL_TYPE, *FAMILIES))
-    raise ValueError(f"{option} {name!r} is not known;{hint} known are {known}")
+    check_known(option, name, (MODEL_TYPE, *FAMILIES))
+    return FAMILIES[str(name)]
