@@ -55,14 +55,6 @@ class Prompts(NamedTuple):
             return model.logits(x[:, -1]), state
         return model.logits(x[torch.arange(count, device=x.device), lengths - 1]), state
 
-    def clone(self) -> "Prompts":
-        lengths, state = self.lengths, self.state
-        return Prompts(
-            self.tokens.clone(),
-            None if lengths is None else lengths.clone(),
-            None if state is None else state.clone(),
-        )
-
     def overwrite(self, given: "Prompts") -> None:
         """Take the numbers of others of the same kind."""
         self.tokens.copy_(given.tokens)

@@ -11,12 +11,6 @@ from deltarule.ops.context import Context
 from deltarule.ops.context.rows import one_of_each
 
 
-def first_tokens(layout: Layout) -> Tensor:
-    """[T] True where a document starts."""
-    token = torch.arange(layout.tokens, device=layout.device)
-    return token == 0 if layout.cu_seqlens is None else torch.isin(token, layout.cu_seqlens[:-1])
-
-
 def token_before(x: Tensor, layout: Layout) -> Tensor:
     """x_{t-1} within each document, and zeros before its first token: [B, T, ...]."""
     zeros = x.new_zeros(layout.sequences, 1, *x.shape[2:])
@@ -67,7 +61,8 @@ class Running(NamedTuple):
             start = log_input.new_full((layout.sequences, log_input.shape[2]), first)
         if layout.context is not None:
             start = self.before(layout.context, log_forget, log_input, start, first)
-        begins = first_tokens(layout).view(1, -1, 1)
+        token, offsets = torch.arange(layout.tokens, device=layout.device), layout.cu_seqlens
+        begins = (token == 0 if offsets is None else torch.isin(token, offsets[:-1]))[:, None]
         begun = self.of_two(log_forget + per_token(start, layout), log_input)
         m = torch.where(begins, begun, log_input)
         decay = log_forget.masked_fill(begins, -torch.inf)

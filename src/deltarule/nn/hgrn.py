@@ -45,9 +45,8 @@ class LowerBounds(Mixer):
 
     def find_place(self, layer_types: Sequence[str], layer_index: int) -> None:
         """Count the layers of this kind: the first of several owns the bounds of all."""
-        kinds = list(layer_types)
-        self.bound_index = kinds[:layer_index].count(self.rule.name)
-        if self.bound_index == 0 and (layers := kinds.count(self.rule.name)) > 1:
+        self.bound_index = layer_types[:layer_index].count(self.rule.name)
+        if self.bound_index == 0 and (layers := layer_types.count(self.rule.name)) > 1:
             sizes = layers, *self.bound_sizes()
             self.bound_logits = float32_parameter(torch.ones(sizes, dtype=torch.float32))
 

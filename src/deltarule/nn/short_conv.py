@@ -57,7 +57,7 @@ def short_convolution(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y [B, T, D] of x with taps [D, W] after history [N, R, D], and the next history."""
-    if not runs_fused(x, weight):
+    if not kernel_runs(x, why_not_fused(x) or too_many(weight)):
         if history is not None:
             return plain_convolution(x, weight, history, layout, activated, bias)
         history = x.new_zeros(layout.sequences, weight.shape[1] - 1, x.shape[2])
@@ -69,10 +69,6 @@ def short_convolution(
     # A bias comes between the taps and SiLU, which the kernel has as one.
     y, after = fused_convolution(x, weight, history, layout, activated and bias is None)
     return y if bias is None else finished(y + bias.to(y.dtype), activated), after
-
-
-def runs_fused(x: Tensor, weight: Tensor) -> bool:
-    return kernel_runs(x, why_not_fused(x) or too_many(weight))
 
 
 def finished(y: Tensor, activated: bool) -> Tensor:
