@@ -27,6 +27,7 @@ LATENT = {"layer_types": "attention", "kv_lora_rank": 8}
     [
         ("gated_deltanet", ("gated_deltanet",) * 4),
         (("kda", "attention"), ("kda", "attention") * 2),
+        (["kda", "attention"], ("kda", "attention") * 2),
         (("kda", "attention", "gla", "gla"), ("kda", "attention", "gla", "gla")),
     ],
 )
@@ -178,7 +179,7 @@ def test_json_round_trip():
         ('{"vocab_size": 257}', "missing key 'hidden_size', 'num_layers'"),
         (json.dumps(FIELDS | {"rope_theta": float("inf")}), "rope_theta must be a finite number"),
         (json.dumps(FIELDS | {"hidden_size": "32"}), "hidden_size must be an integer"),
-        (json.dumps(FIELDS | {"layer_types": [["kda"]]}), "unknown layer ['kda']"),
+        (json.dumps(FIELDS | {"layer_types": [["kda"]]}), "unknown layer ('kda',)"),
     ],
     ids=lambda given: given[:40],
 )

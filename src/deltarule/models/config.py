@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -151,7 +152,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     num_layers: int
-    layer_types: str | tuple[str, ...]
+    layer_types: str | Sequence[str]
     num_heads: int
     num_v_heads: int | None = None
     head_k_dim: int | None = None
@@ -187,7 +188,7 @@ class ModelConfig:
     num_persistent: int | None = None
     rope_theta: float = 10000.0
     mlp_size: int | None = None
-    mlp_layer_types: str | tuple[str, ...] | None = None
+    mlp_layer_types: str | Sequence[str] | None = None
     hidden_act: HiddenActivation = "silu"
     num_experts: int = 0
     num_experts_per_tok: int = 1
@@ -279,5 +280,4 @@ class ModelConfig:
         required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
         if missing := [name for name in required if name not in fields]:
             raise ValueError(f"missing key {', '.join(map(repr, missing))}")
-        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-        return cls(**fields | lists)
+        return cls(**fields)

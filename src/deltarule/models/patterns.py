@@ -1,6 +1,6 @@
 """Named mixtures of layers, as the papers stack them: what `layer_types` may be beside names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -87,9 +87,9 @@ _PATTERNS = (
 PATTERNS: dict[str, Pattern] = {pattern.name: pattern for pattern in _PATTERNS}
 
 
-def expand_layer_types(given: str | tuple[str, ...], num_layers: int) -> tuple[str, ...]:
+def expand_layer_types(given: str | Sequence[str], num_layers: int) -> tuple[str, ...]:
     """Look up a published pattern, or repeat the names over all layers, each known."""
-    alone = given[0] if isinstance(given, tuple) and len(given) == 1 else given
+    alone = given[0] if isinstance(given, Sequence) and len(given) == 1 else given
     if isinstance(alone, str) and alone in PATTERNS:
         return PATTERNS[alone].layers(num_layers)
     for name in (layers := repeat("layer_types", given, num_layers)):
@@ -111,14 +111,14 @@ def expand_layer_types(given: str | tuple[str, ...], num_layers: int) -> tuple[s
     return layers
 
 
-def repeat(name: str, given: str | tuple[str, ...], num_layers: int) -> tuple[str, ...]:
+def repeat(name: str, given: str | Sequence[str], num_layers: int) -> tuple[str, ...]:
     """One word, or a pattern of words that divides the layers, over all of them."""
     pattern = (given,) if isinstance(given, str) else given
-    fits = isinstance(pattern, tuple) and bool(pattern)
+    fits = isinstance(pattern, Sequence) and bool(pattern)
     check_that(fits, f"{name} must be a name or a tuple of names", given)
     if num_layers % len(pattern):
         raise ValueError(
             f"{name} is a pattern of {len(pattern)} names, which does not divide "
             f"num_layers={num_layers}"
         )
-    return pattern * (num_layers // len(pattern))
+    return (*pattern,) * (num_layers // len(pattern))

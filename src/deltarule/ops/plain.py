@@ -58,9 +58,11 @@ def count_sequences(x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None
 
 
 def of_python(value: Any) -> Any:
-    """A number of another package as one of Python's; all else as it is, for a check to name."""
+    """Numbers of other packages as Python's, lists as tuples; all else as it is, to be checked."""
+    if isinstance(value, list) or type(value) is tuple:
+        return tuple(map(of_python, value))
     if isinstance(value, int | float) or not isinstance(value, Real):
-        return tuple(map(of_python, value)) if type(value) is tuple else value
+        return value
     return int(value) if isinstance(value, Integral) else float(value)
 
 
