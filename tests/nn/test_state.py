@@ -1,5 +1,6 @@
 """States: saved, refused, selected, moved, of as many numbers as is said."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -24,10 +25,12 @@ def test_saved_state_continues_bitwise(name, tmp_path):
     layer, x = make(name), inputs(2, 6)
     _, state = layer(x)
     save_state(state, tmp_path / "state.safetensors")
-    loaded = load_state(tmp_path / "state.safetensors")
-    assert isinstance(loaded, State)
-    assert loaded.keys() == state.keys()
-    assert torch.equal(layer(x, loaded)[0], layer(x, state)[0])
+    torch.save(state, tmp_path / "state.pt")
+    again = load_state(tmp_path / "state.safetensors"), torch.load(tmp_path / "state.pt")
+    for other in (*again, copy.deepcopy(state)):
+        assert type(other) is State
+        assert other.keys() == state.keys()
+        assert torch.equal(layer(x, other)[0], layer(x, state)[0])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,12 +82,13 @@ def test_model_state_round_trip_keeps_empty_layers_and_order(tmp_path):
     layers = [State(a=torch.full((1, 2), float(i))) for i in range(11)]
     state = ModelState([*layers, State()])
     save_state(state, tmp_path / "state")
-    loaded = load_state(tmp_path / "state")
-    assert isinstance(loaded, ModelState)
-    assert len(loaded) == 12
-    assert loaded[11] == {}
-    assert [layer["a"][0, 0].item() for layer in loaded[:11]] == list(range(11))
     assert list(tmp_path.iterdir()) == [tmp_path / "state"]
+    torch.save(state, tmp_path / "state.pt")
+    for loaded in (load_state(tmp_path / "state"), torch.load(tmp_path / "state.pt")):
+        assert isinstance(loaded, ModelState)
+        assert len(loaded) == 12
+        assert loaded[11] == {}
+        assert [layer["a"][0, 0].item() for layer in loaded[:11]] == list(range(11))
 
 
 def test_views_of_one_tensor_are_saved_apart(tmp_path):
@@ -194,6 +198,15 @@ def test_map_clone_and_bytes():
     assert state[0]["a"].sum() == 6
     assert state.map(lambda t: t.double())[0]["a"].dtype == torch.float64
     assert state.to("meta")[0]["b"].device.type == "meta"
+
+
+def test_a_deep_copy_is_outside_the_graph_and_keeps_what_is_learned():
+    first = torch.ones(1, requires_grad=True)
+    copied = copy.deepcopy(ModelState([State(a=first, b=2 * first)]))[0]
+    assert copied["a"].is_leaf
+    assert copied["a"].requires_grad
+    assert copied["a"] is not first
+    assert not copied["b"].requires_grad
 
 
 def test_states_are_trees_that_do_not_know_the_order_of_their_tensors():

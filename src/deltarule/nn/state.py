@@ -1,11 +1,12 @@
 """What a layer or a model remembers between calls, as named tensors with the sequence first."""
 
+import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.utils._pytree as pytree
@@ -34,6 +35,10 @@ class _Tensors(ABC):
     def detach(self) -> Self:
         """Return the same numbers outside the gradient graph (truncated backpropagation)."""
         return self.map(torch.detach)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Share nothing, nor the gradient graph; `clone` stays in it."""
+        return self.map(lambda x: copy.deepcopy(x if x.is_leaf else x.detach(), memo))
 
     def select(self, rows: Rows) -> Self:
         """Return the given sequences: a slice, indices (repeats allowed) or a bool [N] tensor."""
@@ -65,7 +70,7 @@ class State(dict[str, Tensor], _Tensors):
 
     Layers never write into a state they are given, so an old one stays a valid prompt cache: read
     the prompt once, and continue from its state as often as you like. States are nodes of
-    PyTorch's trees, so `torch.vmap` and `torch.func` go through them.
+    PyTorch's trees, so `torch.vmap` and `torch.func` go through them; `torch.load` reads them.
 
     Example, a prompt continued in three ways:
         >>> from deltarule.nn import GatedDeltaNet
@@ -82,6 +87,10 @@ class State(dict[str, Tensor], _Tensors):
         ...     y.square().mean().backward()
         ...     state = state.detach()
     """
+
+    def __reduce__(self) -> tuple[type["State"], tuple[dict[str, Tensor]]]:
+        """Be one call of one dict: `torch.load` fills no other kind item by item."""
+        return State, (dict(self),)
 
     def map(self, f: Callable[[Tensor], Tensor]) -> "State":
         return State({name: f(tensor) for name, tensor in self.items()})
@@ -132,6 +141,8 @@ class ModelState(tuple[State, ...], _Tensors):
         return ModelState(state.map(f) for state in self)
 
 
+# What `torch.load` makes again of a file that holds no code.
+torch.serialization.add_safe_globals([State, ModelState])
 # By name, because two states are one kind of tree whatever the order they were filled in.
 pytree.register_pytree_node(
     State,
