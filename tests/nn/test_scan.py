@@ -9,7 +9,7 @@ from deltarule.nn import s4d
 from deltarule.nn.layout import make_layout
 from deltarule.nn.rotation import turned
 from deltarule.nn.s4d import filtered
-from nn.layers import HIDDEN, inputs, make
+from nn.layers import HIDDEN, call_of, inputs, make
 from nn.test_by_hand import end_of_block, values
 from tolerance import relative_rms
 
@@ -128,3 +128,13 @@ def test_float32_keeps_its_precision_over_many_turns():
     exact = make("s4d", DOUBLE, head_k_dim=32)
     exact.load_state_dict(layer.state_dict())
     assert relative_rms(layer(x)[0], exact(x.double())[0]) <= 3e-6
+
+
+def test_s4d_scans_in_float32_under_autocast():
+    layer, x = make("s4d"), inputs(2, 100)
+    v = layer.values(call_of(layer, x))
+    plain, cast = call_of(layer, x), call_of(layer, x)
+    y = layer.scanned(v, layer.by_head(v), plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer.scanned(v, layer.by_head(v), cast), y)
+    assert torch.equal(cast.after["recurrent"], plain.after["recurrent"])

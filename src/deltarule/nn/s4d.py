@@ -26,6 +26,7 @@ from deltarule.nn.rule import Arguments, LayerCall, System
 from deltarule.nn.scan_mixer import ScanMixer
 from deltarule.ops.chunks import chunk_size
 from deltarule.ops.context.exchange import starting_state
+from deltarule.ops.dispatch import without_autocast
 
 
 class Filters(NamedTuple):
@@ -280,6 +281,7 @@ class S4D(ScanMixer):
         return arguments(computed(v), self.filters())
 
     def scanned(self, stream: Tensor, v: Tensor, call: LayerCall) -> Tensor:
-        y, state = filtered(v, self.filters(), call.before["recurrent"], call.layout)
+        with without_autocast(v.device):
+            y, state = filtered(v, self.filters(), call.before["recurrent"], call.layout)
         call.after["recurrent"] = state
         return y.to(v.dtype)
