@@ -35,8 +35,8 @@ def next_token_loss(
         ignore_index: The target of positions that do not count.
 
     Returns:
-        A float32 scalar (float64 with float64 logits), 0 when no position counts. It can be
-        differentiated once.
+        A float32 scalar (float64 with float64 logits) that can be differentiated once. Where no
+        position counts it is 0, not PyTorch's nan: a process may have a part with padding alone.
 
     Raises:
         ValueError: The shapes do not match, or targets are not integers in range.
@@ -77,8 +77,8 @@ def linear_next_token_loss(
         ignore_index: The target of positions that do not count.
 
     Returns:
-        A float32 scalar (float64 with float64 x), 0 when no position counts. It can be
-        differentiated once.
+        A float32 scalar (float64 with float64 x) that can be differentiated once. Where no
+        position counts it is 0, not PyTorch's nan: a process may have a part with padding alone.
 
     Raises:
         ValueError: The shapes or dtypes do not match, or targets are not integers in range.
