@@ -27,6 +27,8 @@ from deltarule.shapes import Hidden, Mask, Offsets
 
 Tokens = Int[Tensor, "B T"]
 Logits = Float[Tensor, "B T vocab"]
+# Numbers that are drawn in less than a millisecond.
+FEW = 2**16
 
 
 class CausalLM(nn.Module):
@@ -281,19 +283,23 @@ def count_parameters(config: ModelConfig) -> int:
 
 def without_memory(config: ModelConfig) -> CausalLM:
     """Build a model of shapes only; even that would draw from the global random state."""
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), NothingDrawn():
-        return CausalLM(config)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), NothingLarge():
+        return CausalLM(config).to("meta")
 
 
-class NothingDrawn(TorchFunctionMode):
-    """Leaves out what only writes a tensor, where tensors have shapes and no memory to write.
+class NothingLarge(TorchFunctionMode):
+    """Gives what has many numbers no memory, and draws none of them.
 
-    For the numbers that it would have drawn there PyTorch loads its compiler.
+    What has few is as it would be: without numbers, PyTorch loads its compiler to compute with it.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The tensor as it is, or whatever else is asked for."""
         kwargs = kwargs or {}
-        if func.__name__ in ("normal_", "uniform_", "div_"):
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)
+        if func is torch.empty:
+            x = func(*args, **kwargs | {"device": "meta"})
+        elif func.__name__ in ("normal_", "uniform_", "div_"):
+            x = args[0] if args else kwargs["tensor"]
+        else:
+            return func(*args, **kwargs)
+        return x if x.is_meta and x.numel() > FEW else func(*args, **kwargs)
