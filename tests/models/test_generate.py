@@ -29,6 +29,15 @@ def test_rows_do_not_depend_on_their_neighbours(make_model, random_tokens):
         assert model.generate([prompt], max_new_tokens=15, seed=40 + row) == [together[row]]
 
 
+def test_another_default_device_changes_no_token(make_model):
+    model, prompts = make_model(), [[1, 2, 1, 2], [3]]
+    for option in ({"repetition_penalty": 1.1}, {"draft": 2}):
+        given = {"max_new_tokens": 9, "seed": 1, **option}
+        expected = model.generate(prompts, **given)
+        with torch.device("meta"):
+            assert model.generate(prompts, **given) == expected
+
+
 def test_the_seed_decides_and_the_global_random_state_is_left_alone(make_model):
     model, before = make_model(), torch.get_rng_state()
     rows = [model.generate([[1], [1]], max_new_tokens=15, seed=seed) for seed in (3, 3, 4)]

@@ -439,6 +439,19 @@ def test_models_take_tokens_and_offsets_without_values(name, kind):
     assert all(p.grad is None or p.grad.shape == p.shape for p in model.parameters())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_another_default_device_changes_nothing(name):
+    """As torch.set_default_device("cuda") beside a layer that is on the CPU."""
+    layer, x, offsets = make(name), inputs(1, 9), torch.tensor([0, 3, 9])
+    mask = torch.arange(9).unsqueeze(0) > 2
+    y, state = layer(x, mask=mask)
+    packed, step = layer(x, cu_seqlens=offsets)[0], layer(x[:, :1], state)[0]
+    with torch.device("meta"):
+        assert torch.equal(layer(x, mask=mask)[0], y)
+        assert torch.equal(layer(x, cu_seqlens=offsets)[0], packed)
+        assert torch.equal(layer(x[:, :1], state)[0], step)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_over_the_parameters_of_models():
     models, tokens = [small_model("gated_deltanet") for _ in range(2)], torch.randint(257, (1, 6))

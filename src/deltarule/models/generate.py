@@ -164,7 +164,8 @@ def _sample(
     seen = None
     if sampling.repetition_penalty != 1:
         # Which tokens each row holds, bool [B, vocab].
-        seen = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool)
+        sizes = len(prompts), model.config.vocab_size
+        seen = torch.zeros(sizes, dtype=torch.bool, device="cpu")
         for row, prompt in zip(seen, prompts, strict=True):
             row[prompt] = True
         seen = seen.to(device)

@@ -17,7 +17,7 @@ class Late:
         if not x.is_cuda:
             self.copy = x.clone()
             return
-        self.copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        self.copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         self.copy.copy_(x, non_blocking=True)
         self.sent = torch.cuda.Event()
         self.sent.record(torch.cuda.current_stream(x.device))

@@ -41,13 +41,14 @@ class Draws:
         return self.several(rows, 1)[0]
 
     def several(self, rows: list[int], steps: int) -> Float[Tensor, "steps B"]:
-        numbers = [torch.rand(steps, generator=self._generators[row]) for row in rows]
+        numbers = [torch.rand(steps, generator=self._generators[r], device="cpu") for r in rows]
         return torch.stack(numbers, dim=1).to(self._device)
 
     def show(self, row: int, count: int) -> list[float]:
         """Return the next numbers of a row without using them up."""
         shown = self._shown[row]
-        shown += torch.rand(count - len(shown), generator=self._generators[row]).tolist()
+        new, generator = count - len(shown), self._generators[row]
+        shown += torch.rand(new, generator=generator, device="cpu").tolist()
         return shown[:count]
 
     def use(self, row: int, count: int) -> None:

@@ -119,7 +119,7 @@ def dijiang(x: Tensor, weight: Tensor | None, position: Tensor | None) -> Tensor
 
 def cosines(size: int) -> Tensor:
     """The orthonormal DCT-II: row j is s_j cos(pi (2 n + 1) j / 2 K)."""
-    row = torch.arange(size, dtype=torch.float64)
+    row = torch.arange(size, dtype=torch.float64, device="cpu")
     matrix = torch.cos(math.pi / (2 * size) * row.unsqueeze(1) * (2 * row + 1))
     return matrix * ((1 + (row > 0).to(row)) / size).sqrt().unsqueeze(1)
 
