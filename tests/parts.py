@@ -11,8 +11,7 @@ import pytest
 PARTS = {
     "ahead": r"kernels/test_ahead\.py",
     "processes": r"test_processes\.py|doctor/|experiments/test_reproduce\.py"
-    r"|bench/test_measured\.py|tasks/test_runner\.py::test_the_command"
-    r"|parallel/|train/test_checkpoint\.py::.*kill"
+    r"|bench/test_measured\.py|tasks/test_runner\.py::test_the_command|parallel/"
     r"|cli/test_cli\.py::.*(process|ctrl_c|reader)"
     r"|test_package\.py::.*(process|any_extra|no_extra)|train/test_token_shards\.py::.*memory",
     # The step of CI that has the extra `hf` runs all of its tests.
