@@ -153,30 +153,21 @@ def said(folder: Path, *options: str, **late: Any) -> list[str]:
     return [line for line in errors.splitlines() if any(word in line for word in words)]
 
 
-BAD = [
-    ("--tensor 2 --num-heads 3", "num_heads=3 cannot be split over 2 processes"),
-    ("--context 3", "must divide the 2 processes that torchrun started"),
-    ("--accumulate 1", "--accumulate 1 rows cannot be shared out over 2 groups"),
-    ("--accumulate 3", "batch_tokens must be a multiple of accumulate=3"),
-    ("--data missing.txt", "--data missing.txt: there is no such file"),
-    ("--name whole --resume --hidden-size 32", "--hidden-size is 32, but"),
-    ("--context 2 --layer-types ttt_linear", "context must be None for ttt_linear, whose state"),
-]
-
-
-@pytest.mark.distributed
-def test_bad_input_ends_all_with_one_line(tmp_path: Path) -> None:
-    launch(tmp_path, 4, "--name", "whole").communicate(timeout=100)
-    for number, (options, words) in enumerate(BAD):
-        (line,) = said(tmp_path, "--name", str(number), *options.split())
-        assert words in line
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.txt", "whole"]
-
-
-@pytest.mark.parametrize("wrong", ["--resume", "--tensr 2", "--context 3"])
-def test_the_first_process_says_what_is_wrong_however_late(tmp_path: Path, wrong: str) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("--resume", "--resume"),
+        ("--tensr 2", "--tensr"),
+        ("--context 3", "must divide the 2 processes that torchrun started"),
+        ("--tensor 2 --num-heads 3", "num_heads=3 cannot be split over 2 processes"),
+    ],
+)
+def test_the_first_process_says_what_is_wrong_however_late(
+    tmp_path: Path, wrong: str, words: str
+) -> None:
     (line,) = said(tmp_path, *wrong.split(), late=0, stall="sleep 2")
-    assert wrong.split()[0] in line
+    assert words in line
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.txt"]
 
 
 @pytest.mark.distributed
