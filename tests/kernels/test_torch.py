@@ -106,10 +106,6 @@ def test_plans_place_every_token_once(lengths: list[int], window: int) -> None:
     assert sorted(chunks) == list(range(sum(-(-length // 16) for length in lengths)))
 
 
-def test_states_may_be_recomputed() -> None:
-    check(make_case("channel", "free", tokens=150), "torch", save_states=False)
-
-
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("decay", ["none", "head", "channel"])
 @pytest.mark.parametrize("erase", ["none", "tied"])

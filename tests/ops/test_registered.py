@@ -27,21 +27,6 @@ def test_compiles_without_a_break_for_any_length(lengths: tuple[int, ...] | None
     assert counter.frame_count <= 2
 
 
-def test_vmap_over_some_arguments_and_over_the_backward() -> None:
-    case = make_case("head", "tied", tokens=8, heads=1, value_heads=1)
-    x = case.tensors
-    values = torch.randn(3, *x["v"].shape, dtype=torch.float64)
-
-    def run(v: torch.Tensor) -> torch.Tensor:
-        return case.run("torch", x | {"v": v}).o
-
-    torch.testing.assert_close(torch.vmap(run)(values), torch.stack([run(v) for v in values]))
-    jacobian = torch.func.jacrev(run)(x["v"])
-    # The operator is affine in its values: the Jacobian maps a difference exactly.
-    difference = torch.einsum("bthvcsgw,csgw->bthv", jacobian, values[0] - x["v"])
-    torch.testing.assert_close(difference, run(values[0]) - run(x["v"]))
-
-
 def test_only_dual_arguments_are_refused() -> None:
     q, k, v = torch.randn(3, 1, 4, 1, 2).unbind()
     constant = lambda x: x * delta_rule(q, k, v, beta=None).o.sum()  # noqa: E731
