@@ -8,7 +8,6 @@ from deltarule.models import CausalLM, next_token_loss
 from deltarule.ops.context import Context
 from nodes import kept
 from small import small_model
-from tolerance import relative_rms
 
 
 def test_sizes_in_place_of_a_configuration_are_refused_by_name():
@@ -103,16 +102,6 @@ def test_the_scales_are_those_of_the_table():
         assert abs(deep[name].std() / scale - 1) < 0.03, name
     branch = "blocks.0.mixer.o_proj.weight"
     torch.testing.assert_close(shallow[branch].std() / 2, deep[branch].std(), rtol=0.03, atol=0)
-
-
-def test_a_model_in_bfloat16(make_model, random_tokens):
-    model = make_model()
-    expected, _ = model(random_tokens(1, 12))
-    model.to(torch.bfloat16)
-    logits, state = model(random_tokens(1, 12))
-    assert logits.dtype == torch.bfloat16
-    assert relative_rms(logits.float(), expected) < 0.05
-    model(random_tokens(1, 1), state)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ import json
 import math
 import os
 import pickle
-import random
 import shutil
 import stat
 import zipfile
@@ -37,8 +36,9 @@ def test_a_model_comes_back_bit_for_bit(dtype, make_model, random_tokens, tmp_pa
     assert torch.equal(torch.get_rng_state(), before)
     assert again.config == model.config
     same_tensors(again.state_dict(), model.state_dict())
-    tokens = random_tokens(1, 9)
-    assert torch.equal(again(tokens)[0], model(tokens)[0])
+    logits = model(tokens := random_tokens(1, 9))[0]
+    assert logits.dtype == dtype
+    assert torch.equal(again(tokens)[0], logits)
     for name, parameter in model.named_parameters():
         assert again.get_parameter(name).requires_grad
         assert vars(again.get_parameter(name)) == vars(parameter), name
@@ -287,27 +287,3 @@ def test_an_index_that_does_not_describe_its_shards(sharded):
     del index["weight_map"]["norm.weight"]
     (sharded / INDEX).write_text(json.dumps(index))
     refuses(sharded, "unexpected 'norm.weight'")
-
-
-def test_random_damage_is_refused_or_harmless(saved):
-    """Any change of the header loads the same tensors or is refused; nothing else is raised.
-
-    What a header may say is safetensors' matter, whose every complaint is told in the same way.
-    """
-    original = (saved / WEIGHTS).read_bytes()
-    header = int.from_bytes(original[:8], "little")
-    dice = random.Random(0)
-    refused = 0
-    for _ in range(150):
-        raw = bytearray(original)
-        for _ in range(dice.choice([1, 1, 2, 8])):
-            raw[dice.randrange(8 + header)] = dice.randrange(256)
-        (saved / WEIGHTS).write_bytes(raw)
-        refusal = ""
-        try:
-            CausalLM.load(saved)
-        except CheckpointError as error:
-            refusal = str(error)
-            refused += 1
-        assert not refusal or str(saved) in refusal
-    assert refused > 75
