@@ -46,17 +46,9 @@ def mixer_runs(name: str, folder: Path) -> None:
         vocab_size=257, hidden_size=32, num_layers=1, num_heads=2, layer_types=name, mlp_size=32
     )
     model = CausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     tokens = torch.tensor([encode("a text to learn", begin=True)])
-    losses = []
-    for _ in range(3):
-        logits, _ = model(tokens[:, :-1])
-        loss = next_token_loss(logits, tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0], (name, losses)
+    next_token_loss(model(tokens[:, :-1])[0], tokens[:, 1:]).backward()
+    torch.optim.AdamW(model.parameters(), fused=True).step()
     model.save(folder)
     expected = model.generate([[97]], max_new_tokens=3, temperature=0)
     assert CausalLM.load(folder).generate([[97]], max_new_tokens=3, temperature=0) == expected
@@ -82,7 +74,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in MIXERS:
             mixer_runs(name, Path(folder))
-    print(f"{len(MIXERS)} mixers learn, are saved, loaded and generate; torch {torch.__version__}")
+    print(f"{len(MIXERS)} mixers step, are saved, loaded and generate; torch {torch.__version__}")
     command_says_what_is_missing()
 
 
