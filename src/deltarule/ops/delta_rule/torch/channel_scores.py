@@ -18,17 +18,13 @@ from torch import Tensor
 
 from deltarule.ops.delta_rule.torch.scores import (
     Pairs,
-    end_decay,
-    exclusive_cumsum,
     exponent_gradient,
     leading_axes,
     mask,
     pair_sums,
     pair_sums_backward,
-    reverse_cumsum,
-    reverse_exclusive_cumsum,
+    row_sums,
     scale,
-    start_decay,
 )
 
 # Tokens in a leaf.
@@ -49,8 +45,8 @@ class ChannelPairs(NamedTuple):
         late, early = [], []
         for half in halves(size, leaf):
             before, after = split(log_decay, size, half)
-            late.append(start_decay(after, own_row))
-            early.append(end_decay(before))
+            late.append(row_sums(after, own_row).exp_())
+            early.append(row_sums(before, False, back=True).exp_())
         return cls(pair_sums(blocks(log_decay, size, leaf), own_row).exp_(), late, early)
 
     @property
@@ -117,8 +113,8 @@ class ChannelPairs(NamedTuple):
         d_log = pair_sums_backward(self.leaf, own_row).flatten(-3, -2)
         for half, d_late, d_early in zip(halves(size, leaf), self.late, self.early, strict=True):
             early, late = split(d_log, size, half)
-            late += reverse_cumsum(d_late) if own_row else reverse_exclusive_cumsum(d_late)
-            early += exclusive_cumsum(d_early)
+            late += row_sums(d_late, own_row, back=True)
+            early += row_sums(d_early, False)
         return d_log
 
 

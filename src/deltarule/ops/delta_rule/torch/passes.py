@@ -19,10 +19,9 @@ from deltarule.ops.delta_rule.torch.scores import (
     HeadPairs,
     Rows,
     decay_backward,
-    end_decay,
     free,
     free_backward,
-    start_decay,
+    row_sums,
     tied,
     tied_backward,
 )
@@ -201,11 +200,12 @@ def _work(chunks: Chunks) -> Work:
     decay = Decay()
     if log_decay is not None:
         pairs: Any = HeadPairs if log_decay.shape[-1] == 1 else ChannelPairs
+        start, end = row_sums(log_decay, True), row_sums(log_decay, False, back=True)
         whole, between = log_decay.sum(-2, keepdim=True).exp_(), pairs.of(log_decay, True)
-        decay = Decay(start_decay(log_decay, True), end_decay(log_decay), whole, between)
+        decay = Decay(start.exp_(), end.exp_(), whole, between)
         if a is not None:
-            before = {"between_before": pairs.of(log_decay, False)}
-            decay = decay._replace(start_before=start_decay(log_decay, False), **before)
+            start, between = row_sums(log_decay, False).exp_(), pairs.of(log_decay, False)
+            decay = decay._replace(start_before=start, between_before=between)
     if beta is not None:
         corrected, keys = tied(k, v, beta, decay), [k]
     elif a is not None and b is not None:

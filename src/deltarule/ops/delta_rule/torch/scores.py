@@ -107,15 +107,10 @@ class Decay(NamedTuple):
 
 
 def decay_backward(d: Decay, size: int) -> Tensor | None:
-    parts = []
-    if d.start is not None:
-        parts.append(reverse_cumsum(d.start))
-    if d.end is not None:
-        parts.append(exclusive_cumsum(d.end))
+    sums = (d.start, True, True), (d.end, False, False), (d.start_before, False, True)
+    parts = [row_sums(x, own_row, back) for x, own_row, back in sums if x is not None]
     if d.whole is not None:
         parts.append(d.whole.expand(*d.whole.shape[:-2], size, -1))
-    if d.start_before is not None:
-        parts.append(reverse_exclusive_cumsum(d.start_before))
     for between, own_row in ((d.between, True), (d.between_before, False)):
         if (part := between.log_gradient(own_row)) is not None:
             parts.append(part)
@@ -200,24 +195,11 @@ def add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return y if x is None else x if y is None else x + y
 
 
-def start_decay(log_decay: Tensor, own_row: bool) -> Tensor:
-    return (log_decay.cumsum(-2) if own_row else exclusive_cumsum(log_decay)).exp_()
-
-
-def end_decay(log_decay: Tensor) -> Tensor:
-    return reverse_exclusive_cumsum(log_decay).exp_()
-
-
-def exclusive_cumsum(x: Tensor) -> Tensor:
-    return F.pad(x[..., :-1, :].cumsum(-2), (0, 0, 1, 0))
-
-
-def reverse_cumsum(x: Tensor) -> Tensor:
-    return x.flip(-2).cumsum(-2).flip(-2)
-
-
-def reverse_exclusive_cumsum(x: Tensor) -> Tensor:
-    return F.pad(reverse_cumsum(x[..., 1:, :]), (0, 0, 0, 1))
+def row_sums(x: Tensor, own_row: bool, back: bool = False) -> Tensor:
+    """The sums of the rows up to each, or `back` from each on, with or without that row."""
+    x = x.flip(-2) if back else x
+    x = x.cumsum(-2) if own_row else F.pad(x[..., :-1, :].cumsum(-2), (0, 0, 1, 0))
+    return x.flip(-2) if back else x
 
 
 def pair_sums(log_decay: Tensor, own_row: bool) -> Tensor:
