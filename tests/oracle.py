@@ -12,6 +12,7 @@ import deltarule
 from deltarule import RecurrentOutput, pack
 from deltarule.doctor import chunked
 from deltarule.ops.delta_rule import definition
+from deltarule.ops.delta_rule.inputs import Inputs
 from tolerance import assert_close, assert_close_to_yardstick
 
 DECAYS = ("none", "constant", "head", "channel")
@@ -134,18 +135,17 @@ def weights(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def run_module(module: ModuleType, case: Case, **options: object) -> RecurrentOutput:
-    """Call the function that has this erase: the package's, or a reference module's."""
-    x = case.tensors
-    shared = {
-        "log_decay": x["log_decay"], "initial_state": x["initial_state"],
-        "cu_seqlens": None if case.lengths is None else pack(case.lengths), **options,
-    }  # fmt: skip
+    """Call the package's function that has this erase, the definition or the yardstick."""
+    x = case.tensors | {"cu_seqlens": None if case.lengths is None else pack(case.lengths)}
+    own = {"n_steps": case.n_steps, "normalize_qk": case.normalize_qk}
+    if module is chunked:
+        return chunked.run(Inputs(**x, **own, scale=x["q"].shape[-1] ** -0.5), **options)
+    if module is definition:
+        return definition.delta_rule(**x, **own, **options)
+    given = {name: y for name, y in x.items() if name not in ("a", "b", "beta")}
     if x["a"] is not None:
-        return module.dplr(x["q"], x["k"], x["v"], a=x["a"], b=x["b"], **shared)
-    return module.delta_rule(
-        x["q"], x["k"], x["v"], beta=x["beta"], n_steps=case.n_steps,
-        normalize_qk=case.normalize_qk, **shared,
-    )  # fmt: skip
+        return module.dplr(a=x["a"], b=x["b"], **given, **options)
+    return module.delta_rule(beta=x["beta"], **given, **own, **options)
 
 
 def on(device: torch.device | str, case: Case) -> Case:

@@ -178,8 +178,7 @@ def test_a_draw_has_numbers_enough_for_a_ratio(lengths) -> None:
     own = module.in_parts(module.yardstick_run, inputs, weights)
 
     def shorter_chunks(given):
-        options = {"chunk_size": 32, "matmul_dtype": torch.bfloat16}
-        return module.plain_run(chunked, given, options)
+        return chunked.run(given, 32, torch.bfloat16)
 
     found = module.in_parts(shorter_chunks, inputs, weights)
     # As many roundings as the yardstick: one and a half times its mean error is the bar.

@@ -86,7 +86,7 @@ def config(**changes) -> SimpleNamespace:
 
 
 B, T, H, HV, K, V = 2, 9, 2, 4, 5, 3
-OPERATORS = {"delta_rule": definition.delta_rule, "dplr": definition.dplr}
+OPERATORS = {"delta_rule": definition.delta_rule, "dplr": definition.delta_rule}
 
 
 def draw(*sizes: int) -> Tensor:

@@ -77,8 +77,8 @@ def per_head(recurrence, *streams):
 
 def by_its_definition(layer, x, activation, **arguments):
     """The operator, then norm and gate of each head."""
-    run = definition.dplr if "a" in arguments else definition.delta_rule
-    o, _ = run(**{name: None if y is None else y[None] for name, y in arguments.items()})
+    given = {name: None if y is None else y[None] for name, y in arguments.items()}
+    o, _ = definition.delta_rule(**given)
     return layer.o_proj(rms(o[0], layer.o_norm.weight).flatten(1) * gated(layer, x, activation)), {}
 
 

@@ -21,25 +21,17 @@ kernel in that precision cannot avoid this error, and is judged by multiples of 
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from deltarule.ops.delta_rule.definition import unit_norm
-from deltarule.shapes import (
-    Beta,
-    Decay,
-    Erase,
-    Keys,
-    Offsets,
-    Queries,
-    RecurrentOutput,
-    State,
-    Values,
-)
+from deltarule.shapes import RecurrentOutput
 
+# The arguments of a call of the operator, whose checks are not of this file.
+Inputs = Any
 Round = Callable[[Tensor], Tensor]
 
 
@@ -58,73 +50,72 @@ class Written(NamedTuple):
     y: Tensor
 
 
-def delta_rule(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    *,
-    beta: Beta | None,
-    log_decay: Decay | None = None,
-    n_steps: int = 1,
-    scale: float | None = None,
-    normalize_qk: bool = False,
-    initial_state: State | None = None,
-    cu_seqlens: Offsets | None = None,
-    chunk_size: int = 16,
-    matmul_dtype: torch.dtype | None = None,
+def run(
+    inputs: Inputs, chunk_size: int = 16, matmul_dtype: torch.dtype | None = None
 ) -> RecurrentOutput:
-    """Compute what the definition does, `chunk_size` tokens at a time."""
-    if normalize_qk:
+    """Compute what the definition does, `chunk_size` tokens at a time.
+
+    The state goes from chunk to chunk of each sequence: a batch row, or a packed slice.
+    """
+    q, k, v, beta, a, b, log_decay, initial_state, cu_seqlens, n_steps, scale, *_ = inputs
+    if inputs.normalize_qk:
         q, k = unit_norm(q), unit_norm(k)
-    heads = v.shape[2]
+    batch, tokens, heads, _ = inputs.output_shape
+    queries = per_value_head(q, heads) * scale
     rows = {"k": per_value_head(k, heads), "v": heads_first(v)}
     if beta is not None:
         rows["beta"] = heads_first(beta.unsqueeze(-1))
+    if a is not None and b is not None:
+        rows |= {"a": heads_first(a), "b": heads_first(b)}
+    # Token t's decay at row t * n, its query at row t * n + n - 1, zeros in its other rows.
+    rows["q"] = pad(queries.unsqueeze(-2), (0, 0, n_steps - 1, 0)).flatten(-3, -2)
+    decay = decay_per_head(log_decay, queries).unsqueeze(-2)
+    decay = pad(decay, (0, 0, 0, n_steps - 1)).flatten(-3, -2)
+    bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
+    if initial_state is None:
+        initial_state = queries.new_zeros(inputs.state_shape)
 
-    def write(part: dict[str, Tensor], log_decay: Tensor, rounded: Round) -> list[Write]:
-        if "beta" not in part:
-            return [Write(part["v"], None, part["k"])]
-        k, v, beta = (part[name] for name in ("k", "v", "beta"))
+    def rounded(x: Tensor) -> Tensor:
+        return x if matmul_dtype is None else x.to(matmul_dtype).to(x.dtype)
+
+    outputs, final_states = [queries.new_zeros(batch, heads, 0, v.shape[3])], []
+    initial_state = initial_state.to(queries.dtype)
+    for i, (first, last) in enumerate(pairwise(bounds)):
+        state = initial_state if cu_seqlens is None else initial_state[i : i + 1]
+        for start in range(first, last, chunk_size):
+            here = slice(start * n_steps, min(start + chunk_size, last) * n_steps)
+            part = {name: x[..., here, :] for name, x in rows.items()}
+            chunk_decay = decay[..., here, :]
+            written = [
+                Written(x0 if w is None else x0 + rounded(w) @ rounded(state).mT, y)
+                for x0, w, y in writes_of(part, chunk_decay, rounded)
+            ]
+            o = chunk_output(part["q"], state, written, chunk_decay, rounded)
+            outputs.append(o[..., n_steps - 1 :: n_steps, :])
+            state = next_state(state, written, chunk_decay, rounded)
+        final_states.append(state)
+    o = torch.cat(outputs, dim=-2).transpose(1, 2).to(v.dtype)
+    return RecurrentOutput(o, torch.cat([initial_state[:0], *final_states]))
+
+
+def writes_of(part: dict[str, Tensor], log_decay: Tensor, rounded: Round) -> list[Write]:
+    """What the rows of a chunk write, by the erase that there is."""
+    k, v = part["k"], part["v"]
+    if "beta" in part:
+        beta = part["beta"]
         scores = pair_scores(rounded(k), rounded(k), decay_between(log_decay), -1)
         erased = -beta * k * decay_from_start(log_decay)
-        x0, from_state = corrected_values(-beta * scores, beta * v, erased, rounded)
-        return [Write(x0, from_state, k)]
-
-    return run(
-        write, q, v, rows, log_decay, n_steps, scale, initial_state, cu_seqlens, chunk_size,
-        matmul_dtype,
-    )  # fmt: skip
-
-
-def dplr(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    *,
-    a: Erase,
-    b: Erase,
-    log_decay: Decay | None = None,
-    scale: float | None = None,
-    initial_state: State | None = None,
-    cu_seqlens: Offsets | None = None,
-    chunk_size: int = 16,
-    matmul_dtype: torch.dtype | None = None,
-) -> RecurrentOutput:
-    rows = {"k": per_value_head(k, v.shape[2]), "v": heads_first(v)}
-    rows |= {"a": heads_first(a), "b": heads_first(b)}
-
-    def write(part: dict[str, Tensor], log_decay: Tensor, rounded: Round) -> list[Write]:
-        a, b, k, v = (part[name] for name in "abkv")
+        return [Write(*corrected_values(-beta * scores, beta * v, erased, rounded), k)]
+    if "a" in part:
+        a, b = part["a"], part["b"]
         before = decay_between(log_decay, own_row=False)
         scores = pair_scores(rounded(a), rounded(b), before, -1)
         values = rounded(pair_scores(rounded(a), rounded(k), before, -1)) @ rounded(v)
         erased = a * decay_from_start(log_decay, own_row=False)
-        x0, from_state = corrected_values(scores, values, erased, rounded)
-        return [Write(x0, from_state, b), Write(v, None, k)]
-
-    return run(
-        write, q, v, rows, log_decay, 1, scale, initial_state, cu_seqlens, chunk_size, matmul_dtype
-    )
+        return [
+            Write(*corrected_values(scores, values, erased, rounded), b), Write(v, None, k)
+        ]  # fmt: skip
+    return [Write(v, None, k)]
 
 
 def decay_between(log_decay: Tensor, own_row: bool = True) -> Tensor:
@@ -193,54 +184,6 @@ def decayed(state: Tensor, decay: Tensor, rounded: Round) -> Tensor:
     """
     zero = decay - decay.detach()
     return state * decay + rounded(rounded(state) * zero) - state * zero
-
-
-def run(
-    write: Callable[[dict[str, Tensor], Tensor, Round], list[Write]],
-    q: Tensor,
-    v: Tensor,
-    rows: dict[str, Tensor],
-    log_decay: Tensor | None,
-    n_steps: int,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-    matmul_dtype: torch.dtype | None,
-) -> RecurrentOutput:
-    """Carry the state from chunk to chunk of each sequence: a batch row, or a packed slice."""
-    (batch, tokens, _, key_size), (heads, value_size) = q.shape, v.shape[2:]
-    queries = per_value_head(q, heads) * (key_size**-0.5 if scale is None else scale)
-    # Token t's decay at row t * n, its query at row t * n + n - 1, zeros in its other rows.
-    rows |= {"q": pad(queries.unsqueeze(-2), (0, 0, n_steps - 1, 0)).flatten(-3, -2)}
-    decay = decay_per_head(log_decay, queries).unsqueeze(-2)
-    decay = pad(decay, (0, 0, 0, n_steps - 1)).flatten(-3, -2)
-    bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
-    sequences = batch if cu_seqlens is None else len(bounds) - 1
-    if initial_state is None:
-        initial_state = queries.new_zeros(sequences, heads, value_size, key_size)
-
-    def rounded(x: Tensor) -> Tensor:
-        return x if matmul_dtype is None else x.to(matmul_dtype).to(x.dtype)
-
-    outputs, final_states = [queries.new_zeros(batch, heads, 0, value_size)], []
-    initial_state = initial_state.to(queries.dtype)
-    for i, (first, last) in enumerate(pairwise(bounds)):
-        state = initial_state if cu_seqlens is None else initial_state[i : i + 1]
-        for start in range(first, last, chunk_size):
-            here = slice(start * n_steps, min(start + chunk_size, last) * n_steps)
-            part = {name: x[..., here, :] for name, x in rows.items()}
-            chunk_decay = decay[..., here, :]
-            written = [
-                Written(x0 if w is None else x0 + rounded(w) @ rounded(state).mT, y)
-                for x0, w, y in write(part, chunk_decay, rounded)
-            ]
-            o = chunk_output(part["q"], state, written, chunk_decay, rounded)
-            outputs.append(o[..., n_steps - 1 :: n_steps, :])
-            state = next_state(state, written, chunk_decay, rounded)
-        final_states.append(state)
-    o = torch.cat(outputs, dim=-2).transpose(1, 2).to(v.dtype)
-    return RecurrentOutput(o, torch.cat([initial_state[:0], *final_states]))
 
 
 def heads_first(x: Tensor) -> Tensor:

@@ -15,15 +15,19 @@ of all but the first tokens unseen. The ratio then spreads by some 5 %.
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.doctor import bars, chunked
-from deltarule.ops.delta_rule import definition
-from deltarule.ops.delta_rule.implementations import configuration_name, recurrence
+from deltarule.ops.delta_rule.implementations import (
+    Request,
+    configuration_name,
+    recurrence,
+    run_reference,
+)
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.pack import pack
 from deltarule.ops.runtime.machine import triton_version
@@ -154,24 +158,13 @@ def state_of(normal: Tensor) -> Tensor:
     return normal * normal.shape[-1] ** -0.5
 
 
-def plain_run(module: Any, inputs: Inputs, options: dict[str, Any]) -> RecurrentOutput:
-    x = inputs
-    names = "log_decay", "scale", "initial_state", "cu_seqlens"
-    shared = options | {name: getattr(x, name) for name in names}
-    if x.a is not None:
-        return module.dplr(x.q, x.k, x.v, a=x.a, b=x.b, **shared)
-    return module.delta_rule(
-        x.q, x.k, x.v, beta=x.beta, n_steps=x.n_steps, normalize_qk=x.normalize_qk, **shared
-    )
-
-
 def exact_run(inputs: Inputs) -> RecurrentOutput:
-    return plain_run(definition, inputs, {})
+    return run_reference(Request(inputs))
 
 
 def yardstick_run(inputs: Inputs) -> RecurrentOutput:
     """The chunked algorithm in PyTorch, its operands rounded to the inputs' dtype."""
-    return plain_run(chunked, inputs, {"chunk_size": 64, "matmul_dtype": inputs.q.dtype})
+    return chunked.run(inputs, 64, inputs.q.dtype)
 
 
 def results(run: Run, inputs: Inputs, weights: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
     S_t = S_{t-1} A_t + w_t k_t^T        o_t = scale * S_t q_t        S in R^{V x K}
 
-These two functions are plain differentiable PyTorch in the dtype of the inputs (float32 at least).
-The tests compare every faster form of the operators with them, in float64.
+This function is plain differentiable PyTorch in the dtype of the inputs (float32 at least). The
+tests compare every faster form of the operators with it, in float64.
 """
 
 from collections.abc import Callable
@@ -28,16 +28,15 @@ from deltarule.shapes import (
 
 UNIT_NORM_EPSILON = 1e-6
 
-# (state before the token, its decay [B, HV, 1, 1 or K], its index) -> state after the token
-Transition = Callable[[Tensor, Tensor, int], Tensor]
-
 
 def delta_rule(
     q: Queries,
     k: Keys,
     v: Values,
     *,
-    beta: Beta | None,
+    beta: Beta | None = None,
+    a: Erase | None = None,
+    b: Erase | None = None,
     log_decay: Decay | None = None,
     n_steps: int = 1,
     scale: float | None = None,
@@ -51,72 +50,19 @@ def delta_rule(
     S <- S + beta_{t,j} (v_{t,j} - S k_{t,j}) k_{t,j}^T        j = 1..n_steps
     o_t = scale * S q_t
 
-    With `beta=None` nothing is erased: S <- S + v_{t,j} k_{t,j}^T.
+    Without `beta` nothing is erased under a key: S <- S + v_{t,j} k_{t,j}^T. With `a` and `b` a
+    rank-one matrix beside the decay sees the undecayed state:
+    S <- S (Diag(exp(log_decay_t)) + a_t b_t^T)
     """
     if normalize_qk:
         q, k = unit_norm(q), unit_norm(k)
-    keys, values = per_value_head(k, v.shape[2]), computed(v)
-    strength = None if beta is None else computed(beta, v).unsqueeze(-1)
-
-    def transition(state: Tensor, decay: Tensor, t: int) -> Tensor:
-        state = state * decay
-        for row in range(t * n_steps, (t + 1) * n_steps):
-            write = values[:, row]
-            if strength is not None:
-                write = strength[:, row] * (write - _read(state, keys[:, row]))
-            state = state + _outer(write, keys[:, row])
-        return state
-
-    return _run(transition, q, v, log_decay, scale, initial_state, cu_seqlens)
-
-
-def dplr(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    *,
-    a: Erase,
-    b: Erase,
-    log_decay: Decay | None = None,
-    scale: float | None = None,
-    initial_state: State | None = None,
-    cu_seqlens: Offsets | None = None,
-) -> RecurrentOutput:
-    """Transition by a diagonal plus a rank-one matrix, which sees the undecayed state.
-
-    S_t = S_{t-1} (Diag(exp(log_decay_t)) + a_t b_t^T) + v_t k_t^T
-    o_t = scale * S_t q_t
-    """
-    keys, values = per_value_head(k, v.shape[2]), computed(v)
-    erase_query, erase_key = computed(a, v), computed(b, v)
-
-    def transition(state: Tensor, decay: Tensor, t: int) -> Tensor:
-        erase = _outer(_read(state, erase_query[:, t]), erase_key[:, t])
-        return state * decay + erase + _outer(values[:, t], keys[:, t])
-
-    return _run(transition, q, v, log_decay, scale, initial_state, cu_seqlens)
-
-
-def unit_norm(x: Tensor) -> Tensor:
-    """x * rsqrt(sum x^2 + 1e-6) over the last axis."""
-    x = computed(x)
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_NORM_EPSILON)
-
-
-def _run(
-    transition: Transition,
-    q: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> RecurrentOutput:
-    """Carry the state along each sequence: a batch row, or a slice of the one packed row."""
-    batch, tokens, _, key_size = q.shape
-    heads, value_size = v.shape[2:]
+    (batch, tokens, _, key_size), (heads, value_size) = q.shape, v.shape[2:]
     queries = per_value_head(q, heads) * (key_size**-0.5 if scale is None else scale)
+    keys, values = per_value_head(k, heads), computed(v)
+    strength = None if beta is None else computed(beta, v).unsqueeze(-1)
+    erase = None if a is None or b is None else (computed(a, v), computed(b, v))
     decay = _decay(log_decay, queries)
+    # Each sequence is a batch row, or a slice of the one packed row.
     bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
     sequences = batch if cu_seqlens is None else len(bounds) - 1
     if initial_state is None:
@@ -127,12 +73,25 @@ def _run(
     for i, (start, end) in enumerate(pairwise(bounds)):
         state = initial_state if cu_seqlens is None else initial_state[i : i + 1]
         for t in range(start, end):
-            state = transition(state, decay[:, t], t)
+            before, state = state, state * decay[:, t]
+            if erase is not None:
+                state = state + _outer(_read(before, erase[0][:, t]), erase[1][:, t])
+            for row in range(t * n_steps, (t + 1) * n_steps):
+                write = values[:, row]
+                if strength is not None:
+                    write = strength[:, row] * (write - _read(state, keys[:, row]))
+                state = state + _outer(write, keys[:, row])
             outputs.append(_read(state, queries[:, t]))
         final_states.append(state)
     o = torch.stack(outputs, dim=1) if outputs else v.clone()
     final_state = torch.cat(final_states) if final_states else initial_state
     return RecurrentOutput(o.to(v.dtype), final_state.clone())
+
+
+def unit_norm(x: Tensor) -> Tensor:
+    """x * rsqrt(sum x^2 + 1e-6) over the last axis."""
+    x = computed(x)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_NORM_EPSILON)
 
 
 def _decay(log_decay: Tensor | None, queries: Tensor) -> Tensor:
@@ -157,7 +116,7 @@ def _outer(value: Tensor, key: Tensor) -> Tensor:
     return value.unsqueeze(-1) * key.unsqueeze(-2)
 
 
-# Steps on a pool of states, a token of a row at a time, by `delta_rule` or `dplr` as above: `Run`.
+# Steps on a pool of states, a token of a row at a time, by the function above: `Run`.
 #
 # Their inputs and calls are those of the modules beside this file, with checks that are not its.
 Inputs = Any

@@ -6,7 +6,7 @@ What `deltarule doctor` found wrong on this machine is refused.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -114,14 +114,10 @@ def runs(backend: str, saves: bool = True) -> Callable[[Request], RecurrentOutpu
 
 def run_reference(call: Request) -> RecurrentOutput:
     """The definition, one token at a time, differentiable to any order."""
-    q, k, v, beta, a, b, *_ = call.inputs
-    names = "log_decay", "scale", "initial_state", "cu_seqlens"
-    given: dict[str, Any] = {name: getattr(call.inputs, name) for name in names}
-    with without_autocast(q.device):
-        if a is not None and b is not None:
-            return definition.dplr(q, k, v, a=a, b=b, **given)
-        given |= {"n_steps": call.inputs.n_steps, "normalize_qk": call.inputs.normalize_qk}
-        return definition.delta_rule(q, k, v, beta=beta, **given)
+    given = call.inputs._asdict()
+    del given["batch_invariant"]
+    with without_autocast(call.inputs.q.device):
+        return definition.delta_rule(**given)
 
 
 # In the order in which impl="auto" prefers them. Of the one kernel in Gluon nothing is saved.
