@@ -207,9 +207,9 @@ def _work(chunks: Chunks) -> Work:
             start, between = row_sums(log_decay, False).exp_(), pairs.of(log_decay, False)
             decay = decay._replace(start_before=start, between_before=between)
     if beta is not None:
-        corrected, keys = tied(k, v, beta, decay), [k]
-    elif a is not None and b is not None:
-        corrected, keys = free(a, b, k, v, decay), [b, k]
+        corrected, keys = tied(chunks, decay), [k]
+    elif b is not None:
+        corrected, keys = free(chunks, decay), [b, k]
     else:
         corrected, keys = None, [k]
     values: list[tuple[Tensor, Tensor | None]] = [(v, None)] * len(keys)
@@ -238,7 +238,7 @@ def window_backward(
 ) -> Chunks:
     """Gradients by the chunks; d_state goes from the end of the window to its start."""
     d_o, d_state, states = (x.unflatten(1, (chunks.q.shape[1], -1)) for x in (d_o, d_state, states))
-    (q, k, v, beta, a, b, _), work = chunks[:7], _work(chunks)
+    q, work = chunks.q, _work(chunks)
     decay, writes = work.decay, work.writes
     values = [
         x0 if from_state is None else x0.add_(from_state @ states.mT)
@@ -261,12 +261,12 @@ def window_backward(
     # What comes through the corrected values.
     dk, dv, d_beta, da, db = d_keys[-1], d_values[-1], None, None, None
     if work.corrected is not None:
-        seen = d_values[0], values[0], states, work.corrected
-        if beta is not None:
-            dk_erase, dv, d_beta, d_erase = tied_backward(*seen, k, v, beta, decay)
+        seen = d_values[0], values[0], states, work.corrected, chunks, decay
+        if chunks.beta is not None:
+            dk_erase, dv, d_beta, d_erase = tied_backward(*seen)
             dk = dk + dk_erase
-        elif a is not None and b is not None:
-            da, db, dk_erase, dv_erase, d_erase = free_backward(*seen, a, b, k, v, decay)
+        else:
+            da, db, dk_erase, dv_erase, d_erase = free_backward(*seen)
             dk, dv, db = dk + dk_erase, dv + dv_erase, db + d_keys[0]
         d_decay = d_decay.plus(d_erase)
     return Chunks(dq, dk, dv, d_beta, da, db, decay_backward(d_decay, dq.shape[-2]))

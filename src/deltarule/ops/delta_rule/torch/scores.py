@@ -6,7 +6,7 @@ A decay for each head is a factor of x y^T; one for each channel is inside the p
 scores in channel_scores.py.
 """
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 LOWEST = -1e4
 
 
+# The arguments of a call, cut into chunks: see passes.py.
+Inputs: TypeAlias = Any
 # The decays of all pairs of rows, or the gradients by their exponents: two forms.
 Pairs: TypeAlias = "HeadPairs | ChannelPairs"
 
@@ -274,8 +276,9 @@ class Corrected(NamedTuple):
     scaled: Tensor  # k or a under the decay from the chunk's start
 
 
-def tied(k: Tensor, v: Tensor, beta: Tensor, decay: Decay) -> Corrected:
-    """k [M, H, 1, R, K], v [M, H, G, R, V], beta [M, H, G, R, 1]."""
+def tied(chunks: Inputs, decay: Decay) -> Corrected:
+    """Of k [M, H, 1, R, K], v [M, H, G, R, V] and beta [M, H, G, R, 1]."""
+    k, v, beta = chunks.k, chunks.v, chunks.beta
     scores = decay.between.scores(k, k, strict=True)
     inverse = _inverse(beta * scores)
     scaled = scale(k, decay.start)
@@ -285,20 +288,14 @@ def tied(k: Tensor, v: Tensor, beta: Tensor, decay: Decay) -> Corrected:
 
 
 def tied_backward(
-    dx: Tensor,
-    x: Tensor,
-    state: Tensor,
-    chunk: Corrected,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    decay: Decay,
+    dx: Tensor, x: Tensor, state: Tensor, chunk: Corrected, chunks: Inputs, decay: Decay
 ) -> tuple[Tensor, Tensor, Tensor, Decay]:
     """Gradients by k, v, beta and the decay's exponents, given dx by the corrected values x.
 
     With dF = (I - L)^-T dX: dv = beta dF, and dbeta_i = dF_i . (v - S k start - sum_j L'_ij x_j)_i
     for the scores L' of k against k, so that beta = 0 needs no division.
     """
+    k, v, beta = chunks.k, chunks.v, chunks.beta
     d_values = chunk.inverse.mT @ dx
     by_state, by_scores = d_values @ state, d_values @ x.mT
     d_beta = (d_values * v).sum(-1, keepdim=True)
@@ -310,8 +307,9 @@ def tied_backward(
     return dk.add_(dk_scores), beta * d_values, d_beta, d_decay
 
 
-def free(a: Tensor, b: Tensor, k: Tensor, v: Tensor, decay: Decay) -> Corrected:
-    """a and b [M, H, G, R, K], k [M, H, 1, R, K], v [M, H, G, R, V]."""
+def free(chunks: Inputs, decay: Decay) -> Corrected:
+    """Of a and b [M, H, G, R, K], k [M, H, 1, R, K] and v [M, H, G, R, V]."""
+    a, b, k, v = chunks.a, chunks.b, chunks.k, chunks.v
     scores = decay.between_before.scores(a, b, strict=True)
     values = decay.between_before.scores(a, k, strict=True)
     inverse = _inverse(-scores)
@@ -320,17 +318,10 @@ def free(a: Tensor, b: Tensor, k: Tensor, v: Tensor, decay: Decay) -> Corrected:
 
 
 def free_backward(
-    dx: Tensor,
-    x: Tensor,
-    state: Tensor,
-    chunk: Corrected,
-    a: Tensor,
-    b: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Decay,
+    dx: Tensor, x: Tensor, state: Tensor, chunk: Corrected, chunks: Inputs, decay: Decay
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Decay]:
     """Gradients by a, b, k, v and the decay's exponents, given dx by the corrected values x."""
+    a, b, k, v = chunks.a, chunks.b, chunks.k, chunks.v
     d_values = chunk.inverse.mT @ dx
     between = decay.between_before
     da, db, d_between = between.backward(d_values @ x.mT, chunk.scores, a, b, strict=True)
