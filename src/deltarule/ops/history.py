@@ -16,20 +16,16 @@ def with_history(
         return torch.cat([history, x], dim=1)
     reach, more = history.shape[1], history.shape[0] * history.shape[1]
     rows = x.new_zeros(1, x.shape[1] + more, *x.shape[2:])
+    number, place = (torch.arange(n, device=x.device) for n in history.shape[:2])
+    before = (cu_seqlens[:-1] + number * reach).unsqueeze(1) + place
     # In place and the history first, which is seldom differentiated: x is then copied once.
-    rows.index_copy_(1, history_rows(cu_seqlens[:-1], reach).flatten(), history.flatten(0, 1)[None])
+    rows.index_copy_(1, before.flatten(), history.flatten(0, 1)[None])
     return rows.index_copy_(1, token_rows(sequence, reach), x)
 
 
 def token_rows(sequence: Tensor, reach: int) -> Tensor:
     """[T] where `with_history` puts each packed token."""
     return torch.arange(len(sequence), device=sequence.device) + (sequence + 1) * reach
-
-
-def history_rows(offsets: Tensor, reach: int) -> Tensor:
-    """[N, R] the rows before the packed token at offsets [N], were it in the next sequence."""
-    sequence, place = (torch.arange(n, device=offsets.device) for n in (len(offsets), reach))
-    return (offsets + sequence * reach).unsqueeze(1) + place
 
 
 def offsets_of(cu_seqlens: Tensor | None, x: Tensor) -> Tensor:

@@ -33,11 +33,6 @@ def takes(call: Call) -> bool:
     return call.inputs.q.is_cuda and not call.plan.per_segment and can(call.inputs)
 
 
-def parts_of(inputs: Inputs) -> int:
-    """Programs of a sequence."""
-    return inputs.v.shape[2] * inputs.v.shape[3] // V.value
-
-
 def scans(call: Call, own: Mapping[str, Tensor | None], back: bool) -> bool:
     """Launch the scan if it takes this call, with tensors of its `own` as triton/scan.py has them.
 
@@ -49,7 +44,7 @@ def scans(call: Call, own: Mapping[str, Tensor | None], back: bool) -> bool:
     if not back:
         names = ("o", "states", "errors", "initial_state", "final_state", "v")
     tensors = [own[x] if x in own else call[x] for x in names]
-    programs = parts_of(call.inputs)
+    programs = call.inputs.v.shape[2:].numel() // V.value
     given = dict(zip(("values", "states", "errors", "first", "last", "v"), tensors, strict=True))
     launch = call.once(scan_launch, back, *[x is not None for x in tensors[:4]])
     grid = call.inputs.sequences * programs, 1, 1
