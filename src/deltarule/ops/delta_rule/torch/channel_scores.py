@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.delta_rule.torch.scores import (
-    Pairs,
     exponent_gradient,
     leading_axes,
     mask,
@@ -99,14 +98,6 @@ class ChannelPairs(NamedTuple):
     ) -> tuple[Tensor, "ChannelPairs"]:
         dx, dy, d_between = self.backward(d_scores, scores, x, x, strict=True)
         return dx + dy, d_between
-
-    def plus(self, other: Pairs) -> "ChannelPairs":
-        """The sum of two gradients; one of another kind is no gradient."""
-        if not isinstance(other, ChannelPairs):
-            return self
-        late = [a + b for a, b in zip(self.late, other.late, strict=True)]
-        early = [a + b for a, b in zip(self.early, other.early, strict=True)]
-        return ChannelPairs(self.leaf + other.leaf, late, early)
 
     def log_gradient(self, own_row: bool) -> Tensor:
         leaf, size = self.sizes

@@ -18,6 +18,7 @@ from deltarule.ops.delta_rule.torch.scores import (
     Decay,
     HeadPairs,
     Rows,
+    add,
     decay_backward,
     free,
     free_backward,
@@ -197,7 +198,7 @@ class Work(NamedTuple):
 
 def _work(chunks: Chunks) -> Work:
     _, k, v, beta, a, b, log_decay = chunks[:7]
-    decay = Decay()
+    decay = Decay(between=HeadPairs(None), between_before=HeadPairs(None))
     if log_decay is not None:
         pairs: Any = HeadPairs if log_decay.shape[-1] == 1 else ChannelPairs
         start, end = row_sums(log_decay, True), row_sums(log_decay, False, back=True)
@@ -254,7 +255,7 @@ def window_backward(
         dy, d_end = write.y.backward(x, d_ends, write.k, decay.end)
         dq = dq + of_pairs[0]
         d_keys.append(of_pairs[1] + dy)
-        d_decay = d_decay.plus(Decay(end=d_end, between=of_pairs[2]))
+        d_decay = add(d_decay, Decay(end=d_end, between=of_pairs[2]))
     if decay.whole is not None:
         d_whole = (states * d_ends).sum(-2, keepdim=True) * decay.whole
         d_decay = d_decay._replace(whole=d_whole.sum_to_size(decay.whole.shape))
@@ -268,7 +269,7 @@ def window_backward(
         else:
             da, db, dk_erase, dv_erase, d_erase = free_backward(*seen)
             dk, dv, db = dk + dk_erase, dv + dv_erase, db + d_keys[0]
-        d_decay = d_decay.plus(d_erase)
+        d_decay = add(d_decay, d_erase)
     return Chunks(dq, dk, dv, d_beta, da, db, decay_backward(d_decay, dq.shape[-2]))
 
 

@@ -6,14 +6,11 @@ A decay for each head is a factor of x y^T; one for each channel is inside the p
 scores in channel_scores.py.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from deltarule.ops.delta_rule.torch.channel_scores import ChannelPairs
 
 # Products of decays inside a chunk, each from its own sum of logs, and their gradients.
 #
@@ -30,9 +27,7 @@ LOWEST = -1e4
 
 
 # The arguments of a call, cut into chunks: see passes.py.
-Inputs: TypeAlias = Any
-# The decays of all pairs of rows, or the gradients by their exponents: two forms.
-Pairs: TypeAlias = "HeadPairs | ChannelPairs"
+Inputs = Any
 
 
 class HeadPairs(NamedTuple):
@@ -80,11 +75,6 @@ class HeadPairs(NamedTuple):
             pairs = pairs.unflatten(-1, (size, -1)).unflatten(-3, (size, -1)).sum((-3, -1))
         return mask(_times(d_scores, self.matrix), strict), HeadPairs(pairs)
 
-    def plus(self, other: Pairs) -> Pairs:
-        if self.matrix is None or not isinstance(other, HeadPairs):
-            return other
-        return HeadPairs(add(self.matrix, other.matrix))
-
     def log_gradient(self, own_row: bool) -> Tensor | None:
         return None if self.matrix is None else pair_sums_backward(self.matrix[..., None], own_row)
 
@@ -95,17 +85,9 @@ class Decay(NamedTuple):
     start: Tensor | None = None  # [.., C, D]
     end: Tensor | None = None  # [.., C, D]
     whole: Tensor | None = None  # of the chunk [.., 1, D]
-    between: Pairs = HeadPairs(None)
+    between: Any = None  # HeadPairs or ChannelPairs
     start_before: Tensor | None = None  # `start` and `between` without the row itself
-    between_before: Pairs = HeadPairs(None)
-
-    def plus(self, other: "Decay") -> "Decay":
-        """The sum of two gradients."""
-        return Decay(
-            add(self.start, other.start), add(self.end, other.end), add(self.whole, other.whole),
-            self.between.plus(other.between), add(self.start_before, other.start_before),
-            self.between_before.plus(other.between_before),
-        )  # fmt: skip
+    between_before: Any = None
 
 
 def decay_backward(d: Decay, size: int) -> Tensor | None:
@@ -114,7 +96,7 @@ def decay_backward(d: Decay, size: int) -> Tensor | None:
     if d.whole is not None:
         parts.append(d.whole.expand(*d.whole.shape[:-2], size, -1))
     for between, own_row in ((d.between, True), (d.between_before, False)):
-        if (part := between.log_gradient(own_row)) is not None:
+        if between is not None and (part := between.log_gradient(own_row)) is not None:
             parts.append(part)
     return sum(parts[1:], parts[0]) if parts else None
 
@@ -192,9 +174,14 @@ def exponent_gradient(d_scaled: Tensor, scaled: Tensor, factor: Tensor) -> Tenso
     return d_exponent
 
 
-def add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    """x + y, where None is the gradient of something that is not there."""
-    return y if x is None else x if y is None else x + y
+def add(x: Any, y: Any) -> Any:
+    """The sum of two gradients, part by part; None is that of something that is not there."""
+    if x is None or y is None:
+        return y if x is None else x
+    if isinstance(x, Tensor):
+        return x + y
+    parts = map(add, x, y)
+    return type(x)(*parts) if isinstance(x, tuple) else [*parts]
 
 
 def row_sums(x: Tensor, own_row: bool, back: bool = False) -> Tensor:
@@ -329,7 +316,7 @@ def free_backward(
         d_values @ v.mT, chunk.values, a, k, strict=True
     )
     da_start, d_start = scale_backward(d_values @ state, chunk.scaled, a, decay.start_before)
-    d_decay = Decay(start_before=d_start, between_before=d_between.plus(d_values_between))
+    d_decay = Decay(start_before=d_start, between_before=add(d_between, d_values_between))
     return da.add_(da_values).add_(da_start), db, dk, chunk.values.mT @ d_values, d_decay
 
 
