@@ -22,7 +22,7 @@ from deltarule.ops.fused.swiglu import swiglu
 from deltarule.ops.memory.torch.triton_scan import Scan
 from deltarule.ops.memory.triton import passes as memory_passes
 from deltarule.ops.mesa import triton as mesa
-from deltarule.ops.mesa.torch import Covariance
+from deltarule.ops.mesa.torch import Systems
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.ops.selective_scan.triton import passes
 from deltarule.ops.slstm.inputs import SLSTMInputs
@@ -66,12 +66,10 @@ def scan(inputs: ScanInputs) -> None:
 def solver(size: int, key_size: int) -> None:
     """The conjugate gradients of chunks of so many tokens."""
     of = (2, 1, 4)
-    shapes = (
-        (*of, size, key_size), (*of, size, size), (*of, size, 1), (*of, key_size, key_size),
-        (4, 1, key_size),
-    )  # fmt: skip
-    covariance = Covariance(*map(torch.empty, shapes))
-    mesa.conjugate_gradients(covariance, torch.empty(*of, size, key_size), 30)
+    rows = *of, size, key_size
+    shapes = rows, rows, (*of, size, size), (*of, size, 1), (*of, key_size, key_size)
+    tensors = map(torch.empty, (*shapes, (4, 1, key_size)))
+    mesa.conjugate_gradients(Systems(*tensors, None, 30, "triton"), 30)
 
 
 def memory(

@@ -27,42 +27,46 @@ from deltarule.shapes import MesaOutput, MesaState
 # of the iterations is kept, whatever their number; they must be enough to have converged.
 
 
-class Covariance(NamedTuple):
-    """H + Diag(regularizer) of every token, as what it takes to multiply with it."""
+class Systems(NamedTuple):
+    """A x = b of all tokens, A = H + Diag(regularizer) as what it takes to multiply with it."""
 
+    b: Tensor
     k: Tensor  # [M, R, HV, C, K]
     weights: Tensor  # between_ij beta_j, 0 for j > i: [M, R, HV, C, C]
     start: Tensor  # [M, R, HV, C, 1]
     H: Tensor  # at the start of the chunk, [M, R, HV, K, K]
     regularizer: Tensor  # [HV, 1, K]
+    x: Tensor | None  # where it is known already
+    iterations: int | None
+    backend: str
 
     def times(self, x: Tensor) -> Tensor:
         recent = ((x @ self.k.mT) * self.weights) @ self.k
         return self.start * (x @ self.H.mT) + recent + self.regularizer * x
 
 
-def solve(covariance: Covariance, q: Tensor, iterations: int | None, backend: str) -> Tensor:
-    """x_i of (H_i + Diag(regularizer)) x_i = q_i for all tokens, with the gradient of a solution.
+def solve(given: Systems) -> Tensor:
+    """x_i of (H_i + Diag(regularizer)) x_i = b_i for all tokens, with the gradient of a solution.
 
-    x stands outside the graph; the residual q - A x, which is 0 up to rounding, is inside it, and
+    x stands outside the graph; the residual b - A x, which is 0 up to rounding, is inside it, and
     A^{-1} applied to it is what the gradient passes through.
     """
-    if torch.autograd.forward_ad._current_level >= 0 and any(map(is_dual, (q, *covariance))):
+    if torch.autograd.forward_ad._current_level >= 0 and any(map(is_dual, given[:6])):
         raise NotImplementedError(solution.message)
     with torch.no_grad():
-        detached = [y.detach() for y in covariance]
-        x = solution(q.detach(), *detached, None, iterations, backend)
+        b, *detached = [y.detach() for y in given[:6]]
+        x = solution(b, *detached, *given[6:])
     if not torch.is_grad_enabled():
         return x
-    return solution(q - covariance.times(x), *detached, x, iterations, backend)
+    return solution(given.b - given.times(x), *detached, x, *given[7:])
 
 
-def conjugate_gradients(covariance: Covariance, b: Tensor, iterations: int) -> Tensor:
-    tiny = torch.finfo(b.dtype).tiny
-    x, r, p = torch.zeros_like(b), b, b
+def conjugate_gradients(given: Systems, iterations: int) -> Tensor:
+    tiny = torch.finfo(given.b.dtype).tiny
+    x, r, p = torch.zeros_like(given.b), given.b, given.b
     size = r.square().sum(-1, keepdim=True)
     for _ in range(iterations):
-        image = covariance.times(p)
+        image = given.times(p)
         step = size / (p * image).sum(-1, keepdim=True).clamp(min=tiny)
         x, r = x + step * p, r - step * image
         before, size = size, r.square().sum(-1, keepdim=True)
@@ -70,9 +74,9 @@ def conjugate_gradients(covariance: Covariance, b: Tensor, iterations: int) -> T
     return x
 
 
-def exact(covariance: Covariance, b: Tensor) -> Tensor:
+def exact(given: Systems) -> Tensor:
     """One token of every chunk at a time: as many K x K matrices as there are chunks."""
-    k, weights, start, H, regularizer = covariance
+    b, k, weights, start, H, regularizer, *_ = given
     ridge = regularizer.squeeze(-2).diag_embed()
     solutions = []
     for i in range(b.shape[-2]):
@@ -82,31 +86,16 @@ def exact(covariance: Covariance, b: Tensor) -> Tensor:
     return torch.stack(solutions, dim=-2)
 
 
-class Systems(NamedTuple):
-    """A x = b of all tokens, A as what makes a `Covariance`, and x where it is known already."""
-
-    b: Tensor
-    k: Tensor
-    weights: Tensor
-    start: Tensor
-    H: Tensor
-    regularizer: Tensor
-    x: Tensor | None
-    iterations: int | None
-    backend: str
-
-
-def solved(inputs: Systems) -> Tensor:
+def solved(given: Systems) -> Tensor:
     """The hot stage: conjugate gradients, or with None the exact solution."""
-    covariance, iterations = Covariance(*inputs[1:6]), inputs.iterations
-    if iterations is None:
-        return exact(covariance, inputs.b)
-    if inputs.backend == "torch":
-        return conjugate_gradients(covariance, inputs.b, iterations)
+    if given.iterations is None:
+        return exact(given)
+    if given.backend == "torch":
+        return conjugate_gradients(given, given.iterations)
     # Triton is an extra, imported where it runs.
     from deltarule.ops.mesa import triton as kernels
 
-    return kernels.conjugate_gradients(covariance, inputs.b, iterations)
+    return kernels.conjugate_gradients(given, given.iterations)
 
 
 def solution_forward(inputs: Systems) -> tuple[Tensor]:
@@ -156,7 +145,7 @@ def mesa(given: Arguments, backend: str) -> MesaOutput:
     H, G = states.split([key_size, v.shape[3]], dim=-2)
     weights = between * beta.unsqueeze(-2)
     ridge = given["regularizer"].to(dtype).unsqueeze(-2)
-    x = solve(Covariance(k, weights, start, H, ridge), q, given["iterations"], backend)
+    x = solve(Systems(q, k, weights, start, H, ridge, None, given["iterations"], backend))
     o = start * (x @ G.mT) + ((x @ k.mT) * weights) @ values
     return MesaOutput(chunks.join(o * given["scale"]).to(v.dtype), _split(table, key_size))
 

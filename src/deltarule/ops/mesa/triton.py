@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltarule.ops.mesa.torch import Covariance
+from deltarule.ops.mesa.torch import Systems
 from deltarule.ops.runtime.named import launch
 
 # Tokens of a program, and channels that a round of a product goes through.
@@ -88,16 +88,17 @@ def conjugate_gradients_kernel(
     tl.store(x + row * K + o_k[None, :], b_x, mask=m_x)
 
 
-def conjugate_gradients(covariance: Covariance, b: Tensor, iterations: int) -> Tensor:
-    values: dict[str, Any] = {name: y.contiguous() for name, y in covariance._asdict().items()}
-    b, weights = b.contiguous(), values["weights"]
+def conjugate_gradients(given: Systems, iterations: int) -> Tensor:
+    tensors = zip(given._fields[:6], given[:6], strict=True)
+    values: dict[str, Any] = {name: y.contiguous() for name, y in tensors}
+    b, weights = values["b"], values["weights"]
     x = torch.empty_like(b)
     if b.numel() == 0:
         return x
     heads, size, channels = b.shape[-3:]
     block_c, block_k = (max(triton.next_power_of_2(n), 16) for n in (size, channels))
     rows = min(ROWS, block_c)
-    values |= {"b": b, "iterations": iterations, "x": x}
+    values |= {"iterations": iterations, "x": x}
     values |= {"directions": torch.empty_like(b), "scores": torch.empty_like(weights)}
     values |= {"HV": heads, "C": size, "K": channels}
     values |= {"BC": block_c, "BK": block_k, "BR": rows, **OPTIONS}
