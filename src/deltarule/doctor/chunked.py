@@ -33,6 +33,8 @@ from deltarule.shapes import RecurrentOutput
 # The arguments of a call of the operator, whose checks are not of this file.
 Inputs = Any
 Round = Callable[[Tensor], Tensor]
+# Values x that rows write along keys y, once the state at the chunk's start is known.
+Written = tuple[Tensor, Tensor]
 
 
 class Write(NamedTuple):
@@ -40,13 +42,6 @@ class Write(NamedTuple):
 
     x0: Tensor
     from_state: Tensor | None
-    y: Tensor
-
-
-class Written(NamedTuple):
-    """A write once the state at the chunk's start is known: values x along keys y."""
-
-    x: Tensor
     y: Tensor
 
 
@@ -87,7 +82,7 @@ def run(
             part = {name: x[..., here, :] for name, x in rows.items()}
             chunk_decay = decay[..., here, :]
             written = [
-                Written(x0 if w is None else x0 + rounded(w) @ rounded(state).mT, y)
+                (x0 if w is None else x0 + rounded(w) @ rounded(state).mT, y)
                 for x0, w, y in writes_of(part, chunk_decay, rounded)
             ]
             o = chunk_output(part["q"], state, written, chunk_decay, rounded)

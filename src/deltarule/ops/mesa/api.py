@@ -52,7 +52,7 @@ def run(arguments: Arguments, backend: str) -> MesaOutput:
 
     All is PyTorch's but the hot stage, the conjugate gradients, which the backend runs.
     """
-    given = (*arguments.values(), *(arguments["initial_state"] or ()))
+    given = (*arguments.values(), *arguments["initial_state"])
     few = decodes(arguments["q"], arguments["cu_seqlens"], given)
     return (chunked.mesa_step if few else chunked.mesa)(arguments, backend)
 
@@ -145,10 +145,15 @@ def mesa(
         iterations = check_integer("iterations", iterations, 1, or_else)
     if context is not None:
         check_context(context, k.shape[1], "q", cu_seqlens)
-        initial_state = starting_sums(context, k, v, beta, log_decay, initial_state)
         cu_seqlens = context.cu_seqlens(q.device)
-    sequences = count_sequences(q, None, cu_seqlens)
-    check_state(initial_state, (sequences, heads, value_size, key_size), q)
+    of_all = count_sequences(q, None, cu_seqlens), heads
+    sizes = (*of_all, key_size, key_size), (*of_all, value_size, key_size)
+    if initial_state is None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        initial_state = MesaState(*(q.new_zeros(size, dtype=wide) for size in sizes))
+    check_state(initial_state, sizes, q)
+    if context is not None:
+        initial_state = starting_sums(context, k, v, beta, log_decay, initial_state)
     scale = key_size**-0.5 if scale is None else check_scale(scale)
     arguments: Arguments = {"q": q, "k": k, "v": v, "beta": beta, "regularizer": regularizer}
     arguments |= {"log_decay": log_decay, "iterations": iterations, "scale": scale}
@@ -156,22 +161,18 @@ def mesa(
     return run_plain(IMPLEMENTATIONS, arguments, impl, q.device, return_state)
 
 
-def check_state(state: MesaState | None, size: tuple[int, int, int, int], q: Tensor) -> None:
-    if state is None:
-        return
+def check_state(state: MesaState, sizes: tuple[tuple[int, ...], ...], q: Tensor) -> None:
     if not isinstance(state, tuple) or len(state) != 2:
         raise ValueError(
             f"initial_state must be a MesaState(covariance, values), got {type(state).__name__}"
         )
-    sequences, heads, _, key_size = size
-    square = (sequences, heads, key_size, key_size)
-    check_state_tensor("initial_state.covariance", state[0], "[N, HV, K, K]", square, q)
-    check_state_tensor("initial_state.values", state[1], "[N, HV, V, K]", size, q)
+    check_state_tensor("initial_state.covariance", state[0], "[N, HV, K, K]", sizes[0], q)
+    check_state_tensor("initial_state.values", state[1], "[N, HV, V, K]", sizes[1], q)
 
 
 def starting_sums(
     context: Context, k: Keys, v: Values, beta: Beta, log_decay: Tensor | None,
-    given: MesaState | None,
+    given: MesaState,
 ) -> MesaState:  # fmt: skip
     """Return the sums before each sequence here, as given where it begins here.
 
@@ -179,12 +180,8 @@ def starting_sums(
 
         U = sum_t w_t beta_t [v_t; k_t] k_t^T        M = exp(all decays), one number a head
     """
-    first, sequences = len(k), context.sequences or len(k)
-    heads, dtype = v.shape[2], torch.promote_types(k.dtype, torch.float32)
+    first, heads, dtype = len(k), v.shape[2], torch.promote_types(k.dtype, torch.float32)
     key_size, value_size = k.shape[3], v.shape[3]
-    if given is None:
-        zeros = k.new_zeros(sequences, heads, value_size + key_size, key_size, dtype=dtype)
-        given = MesaState(zeros[:, :, value_size:], zeros[:, :, :value_size])
     start = torch.cat([given.values, given.covariance], -2)
     k, v = (x[:, context.tail :].to(dtype) for x in (k, v))
     decay = torch.zeros_like(beta, dtype=dtype)

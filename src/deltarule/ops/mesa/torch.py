@@ -127,15 +127,11 @@ def mesa(given: Arguments, backend: str) -> MesaOutput:
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, tokens, _, key_size = q.shape
     heads = v.shape[2]
-    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     # One recurrence carries both, as [H; G] of each sequence.
-    if state is None:
-        table = q.new_zeros(sequences, heads, key_size + v.shape[3], key_size, dtype=dtype)
-    else:
-        table = torch.cat(state, dim=-2)
+    table = torch.cat(state, dim=-2)
     if tokens == 0 or batch == 0:
         return MesaOutput(v.clone(), _split(table, key_size))
-    size = chunk_size(tokens, None if cu_seqlens is None else sequences)
+    size = chunk_size(tokens, None if cu_seqlens is None else len(table))
     chunks = lay_out(q, size, cu_seqlens=cu_seqlens)
     q, k, values = (chunks.cut(x.to(dtype)) for x in (q, k, v))
     q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
@@ -197,16 +193,12 @@ def mesa_step(given: Arguments, backend: str) -> MesaOutput:
     """
     q, k, v, beta, log_decay = (given[name] for name in ("q", "k", "v", "beta", "log_decay"))
     dtype = torch.promote_types(q.dtype, torch.float32)
-    batch, tokens, heads, value_size = v.shape
-    key_size = q.shape[3]
+    batch, tokens, heads, _ = v.shape
     q, k = (x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
     values, weight = v.to(dtype).unsqueeze(-1), beta.to(dtype)[..., None, None]
     decay = None if log_decay is None else log_decay.to(dtype).expand(beta.shape).exp()
-    ridge, state = given["regularizer"].to(dtype).unsqueeze(-2), given["initial_state"]
-    if state is None:
-        sizes = (batch, heads, key_size, key_size), (batch, heads, value_size, key_size)
-        state = MesaState(*(q.new_zeros(size) for size in sizes))
-    (H, G), outputs, one = state, [], q.new_ones(1).expand(batch, 1, heads, 1, 1)
+    ridge = given["regularizer"].to(dtype).unsqueeze(-2)
+    (H, G), outputs, one = given["initial_state"], [], q.new_ones(1).expand(batch, 1, heads, 1, 1)
     for t in range(tokens):
         if decay is not None:
             H, G = (x * decay[:, t, :, None, None] for x in (H, G))
