@@ -93,12 +93,6 @@ class ChannelPairs(NamedTuple):
             d_between.early.append(exponent_gradient(d_early, y_scaled, early))
         return dx, dy, d_between
 
-    def own_backward(
-        self, d_scores: Tensor, scores: Tensor, x: Tensor
-    ) -> tuple[Tensor, "ChannelPairs"]:
-        dx, dy, d_between = self.backward(d_scores, scores, x, x, strict=True)
-        return dx + dy, d_between
-
     def log_gradient(self, own_row: bool) -> Tensor:
         leaf, size = self.sizes
         d_log = pair_sums_backward(self.leaf, own_row).flatten(-3, -2)

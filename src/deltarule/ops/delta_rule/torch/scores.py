@@ -50,30 +50,20 @@ class HeadPairs(NamedTuple):
 
     def backward(
         self, d_scores: Tensor, scores: Tensor, x: Tensor, y: Tensor, *, strict: bool
-    ) -> tuple[Tensor, Tensor, "HeadPairs"]:
-        d_product, d_pairs = self.product_backward(d_scores, scores, strict)
+    ) -> tuple[Tensor, Tensor | None, "HeadPairs"]:
+        """Of x against itself: the gradient of both sides, which one product serves, and None."""
+        d_product, d_pairs = d_scores, self
+        if self.matrix is not None:
+            pairs, size = d_scores * scores, self.matrix.shape[-1]
+            if pairs.shape[-1] != size:
+                pairs = pairs.unflatten(-1, (size, -1)).unflatten(-3, (size, -1)).sum((-3, -1))
+            d_product, d_pairs = _times(d_scores, self.matrix), HeadPairs(pairs)
         shared = leading_axes(x, y)
-        d_product = d_product.sum_to_size(*shared, *d_product.shape[-2:])
+        d_product = mask(d_product, strict).sum_to_size(*shared, *d_product.shape[-2:])
+        if x is y:
+            return (d_product + d_product.mT) @ x, None, d_pairs
         dx, dy = d_product @ y, d_product.mT @ x
         return dx.sum_to_size(x.shape), dy.sum_to_size(y.shape), d_pairs
-
-    def own_backward(
-        self, d_scores: Tensor, scores: Tensor, x: Tensor
-    ) -> tuple[Tensor, "HeadPairs"]:
-        """The same for the strict scores of x against itself: one product serves both sides."""
-        d_product, d_pairs = self.product_backward(d_scores, scores, strict=True)
-        d_product = d_product.sum_to_size(*x.shape[:-2], *d_product.shape[-2:])
-        return (d_product + d_product.mT) @ x, d_pairs
-
-    def product_backward(
-        self, d_scores: Tensor, scores: Tensor, strict: bool
-    ) -> tuple[Tensor, "HeadPairs"]:
-        if self.matrix is None:
-            return mask(d_scores, strict), self
-        pairs, size = d_scores * scores, self.matrix.shape[-1]
-        if pairs.shape[-1] != size:
-            pairs = pairs.unflatten(-1, (size, -1)).unflatten(-3, (size, -1)).sum((-3, -1))
-        return mask(_times(d_scores, self.matrix), strict), HeadPairs(pairs)
 
     def log_gradient(self, own_row: bool) -> Tensor | None:
         return None if self.matrix is None else pair_sums_backward(self.matrix[..., None], own_row)
@@ -288,10 +278,12 @@ def tied_backward(
     d_beta = (d_values * v).sum(-1, keepdim=True)
     d_beta -= (by_state * chunk.scaled).sum(-1, keepdim=True)
     d_beta -= (by_scores * chunk.scores).sum(-1, keepdim=True)
-    dk_scores, d_between = decay.between.own_backward(by_scores.mul_(-beta), chunk.scores, k)
+    *dk_scores, d_between = decay.between.backward(
+        by_scores.mul_(-beta), chunk.scores, k, k, strict=True
+    )
     dk, d_start = scale_backward(by_state.mul_(-beta), chunk.scaled, k, decay.start)
     d_decay = Decay(start=d_start, between=d_between)
-    return dk.add_(dk_scores), beta * d_values, d_beta, d_decay
+    return dk.add_(add(*dk_scores)), beta * d_values, d_beta, d_decay
 
 
 def free(chunks: Inputs, decay: Decay) -> Corrected:
