@@ -18,11 +18,12 @@ promised("triton")
 from triton.experimental.gluon import language as gl
 
 from deltarule.ops.delta_rule.gluon import channel_gradients, gradient_stage, stage
-from deltarule.ops.delta_rule.triton import channel_stages, passes, plan, windows
+from deltarule.ops.delta_rule.triton import channel_stages, passes, plan
 from deltarule.ops.delta_rule.triton.plan import Call, new_plan
 from gluon_interpreter import LAUNCHED, interpret_launches
 from kernels.interpreted import inputs_of
 from kernels.interpreted import interpreted as interpreted_by_triton
+from kernels.test_windows import cut_into
 from oracle import Case, check_fused, check_fused_gradients, make_case, weights
 from tolerance import relative_rms
 
@@ -190,12 +191,6 @@ def test_so_are_those_of_parts_of_heads(rule, sizes, monkeypatch) -> None:
 
     case = case_of(*rule, value_size=128, value_heads=4, **sizes)
     compare_passes(case, take_parts, alone=True)
-
-
-def cut_into(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many windows, where states are computed again."""
-    cut = windows.cut_into
-    monkeypatch.setattr(windows, "windows_of", lambda call: cut(call, parts))
 
 
 @interpreted_by_triton
