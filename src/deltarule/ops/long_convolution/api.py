@@ -143,5 +143,5 @@ class Convolution(NamedTuple):
 
 IMPLEMENTATIONS: Table[Convolution, RecurrentOutput] = {
     "torch": Implementation(always, Convolution.run),
-    "reference": Implementation(always, lambda call: reference.long_convolution(**call._asdict())),
+    "reference": Implementation(always, reference.long_convolution),
 }

@@ -5,6 +5,8 @@ o_t = sum_{j=0..L-1} taps_j (q_t . k_{t-j}) v_{t-j}        without q and k: thei
 Plain differentiable PyTorch; in float64 it is the oracle of the tests.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,12 +14,9 @@ from deltarule.ops.sequences import computed, sequences_of, stack_rows
 from deltarule.shapes import RecurrentOutput
 
 
-def long_convolution(
-    v: Tensor, taps: Tensor, *, q: Tensor | None = None, k: Tensor | None = None,
-    initial_state: Tensor | None = None, lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> RecurrentOutput:  # fmt: skip
+def long_convolution(call: Any) -> RecurrentOutput:
     """Keep the last L - 1 keys and values of each sequence: a batch row, or a slice of one."""
+    v, taps, q, k, initial_state, lengths, cu_seqlens = call
     written = computed(v if k is None else torch.cat([k, v], dim=-1))
     spans = sequences_of(v, cu_seqlens, lengths)
     outputs: list[list[Tensor]] = [[] for _ in range(len(v))]

@@ -7,6 +7,7 @@ t counts in mini-batches of C = len(step_scale) tokens; W_0 is the memory before
 W_C that before the next. This is the primal form: every W_t is a matrix, its gradient autograd's.
 """
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -14,36 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.ops.sequences import computed, per_value_head, sequences_of, stack_maps, stack_rows
-from deltarule.shapes import Offsets, TitansOutput, TitansState, TTTOutput, TTTState
+from deltarule.shapes import TitansOutput, TitansState, TTTOutput, TTTState
 
 Maps = tuple[Tensor, ...]
 State = TypeVar("State", TTTState, TitansState)
 
 
-def ttt(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    beta: Tensor,
-    step_scale: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    norm_eps: float = 1e-6,
-    initial_state: TTTState,
-    lengths: Tensor | None = None,
-    cu_seqlens: Offsets | None = None,
-) -> TTTOutput:
+def ttt(given: Mapping[str, Any]) -> TTTOutput:
+    names = "q", "k", "v", "beta", "step_scale", "norm_weight", "norm_bias", "initial_state"
+    q, k, v, beta, step_scale, *norm_of, initial_state = (given[name] for name in names)
     heads, size = v.shape[2], len(step_scale)
     q, k = per_value_head(q, heads), per_value_head(k, heads)
     values, beta, step_scale = computed(v), computed(beta, v), computed(step_scale, v)
-    norm = computed(norm_weight, v), computed(norm_bias, v), norm_eps
+    norm = computed(norm_of[0], v), computed(norm_of[1], v), given["norm_eps"]
 
     def loss(maps: Maps, key: Tensor, value: Tensor) -> Tensor:
         return 0.5 * (fitted(maps, key, *norm) - value).square().sum()
 
     rows, finals = [list[Tensor]() for _ in range(q.shape[0])], []
-    for n, (row, start, end) in enumerate(sequences_of(q, cu_seqlens, lengths)):
+    for n, (row, start, end) in enumerate(sequences_of(q, given["cu_seqlens"], given["lengths"])):
         W, summed = (tuple(x[n] for x in maps) for maps in initial_state[:2])
         position = int(initial_state.position[n])
         for t in range(start, end):
@@ -97,19 +87,9 @@ def _stack(finals: list[tuple[Any, ...]], initial_state: State) -> State:
 # it that before the token.
 
 
-def titans(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    beta: Tensor,
-    momentum: Tensor | None = None,
-    log_decay: Tensor | None = None,
-    mini_batch: int = 16,
-    initial_state: TitansState,
-    lengths: Tensor | None = None,
-    cu_seqlens: Offsets | None = None,
-) -> TitansOutput:
+def titans(given: Mapping[str, Any]) -> TitansOutput:
+    names = "q", "k", "v", "beta", "momentum", "log_decay", "initial_state"
+    q, k, v, beta, momentum, log_decay, initial_state = (given[name] for name in names)
     heads = v.shape[2]
     q, k = per_value_head(q, heads), per_value_head(k, heads)
     values, beta = computed(v), computed(beta, v)[..., None, None]
@@ -120,7 +100,7 @@ def titans(
     if log_decay is not None:
         decay = computed(log_decay, v).exp().expand(beta.shape[:3])[..., None, None]
     rows, finals = [list[Tensor]() for _ in range(q.shape[0])], []
-    for n, (row, start, end) in enumerate(sequences_of(q, cu_seqlens, lengths)):
+    for n, (row, start, end) in enumerate(sequences_of(q, given["cu_seqlens"], given["lengths"])):
         M, S, anchor = (tuple(x[n] for x in maps) for maps in initial_state[:3])
         position = int(initial_state.position[n])
         for t in range(start, end):
@@ -130,7 +110,7 @@ def titans(
             )
             M = tuple(decay[row, t] * m + s for m, s in zip(M, S, strict=True))
             rows[row].append(network(M, q[row, t]))
-            position = (position + 1) % mini_batch
+            position = (position + 1) % given["mini_batch"]
             anchor = M if position == 0 else anchor
         finals.append((M, S, anchor, position))
     o = stack_rows(rows, values).to(v.dtype)

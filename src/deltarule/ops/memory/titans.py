@@ -14,7 +14,7 @@ from deltarule.shapes import Beta, Keys, Offsets, Queries, TitansOutput, TitansS
 IMPLEMENTATIONS = forms(
     lambda arguments: why_not_triton(arguments, arguments["mini_batch"]),
     operators.titans,
-    lambda arguments: reference.titans(**arguments),
+    reference.titans,
 )
 
 

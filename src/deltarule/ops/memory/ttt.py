@@ -16,7 +16,7 @@ from deltarule.shapes import Beta, Keys, Offsets, Queries, TTTOutput, TTTState, 
 IMPLEMENTATIONS = forms(
     lambda arguments: why_not_triton(arguments, len(arguments["step_scale"])),
     operators.ttt,
-    lambda arguments: reference.ttt(**arguments),
+    reference.ttt,
 )
 
 

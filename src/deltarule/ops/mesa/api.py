@@ -57,7 +57,7 @@ def run(arguments: Arguments, backend: str) -> MesaOutput:
     return (chunked.mesa_step if few else chunked.mesa)(arguments, backend)
 
 
-IMPLEMENTATIONS = forms(why_not_triton, run, lambda arguments: reference.mesa(**arguments))
+IMPLEMENTATIONS = forms(why_not_triton, run, reference.mesa)
 
 
 def mesa(

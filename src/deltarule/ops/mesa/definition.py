@@ -7,50 +7,37 @@ S_t = G_t (H_t + Diag(regularizer))^{-1} minimises
 sum_i (g_{i+1} .. g_t) beta_i |S k_i - v_i|^2 + tr(S Diag(regularizer) S^T).
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from deltarule.ops.sequences import computed, per_value_head, sequences_of, stack_rows
-from deltarule.shapes import MesaOutput, MesaState, Offsets
+from deltarule.shapes import MesaOutput, MesaState
 
 
-def mesa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    beta: Tensor,
-    regularizer: Tensor,
-    log_decay: Tensor | None = None,
-    iterations: int | None = None,
-    scale: float | None = None,
-    initial_state: MesaState | None = None,
-    cu_seqlens: Offsets | None = None,
-) -> MesaOutput:
+def mesa(given: Mapping[str, Any]) -> MesaOutput:
     """Run along each sequence, token by token; `iterations` of None solves exactly."""
-    heads, value_size, key_size = v.shape[2], v.shape[3], q.shape[3]
+    q, k, v, beta, log_decay = (given[name] for name in ("q", "k", "v", "beta", "log_decay"))
+    heads, initial_state = v.shape[2], given["initial_state"]
     q, k, values = per_value_head(q, heads), per_value_head(k, heads), computed(v)
-    ridge = computed(regularizer, v).diag_embed()
+    ridge = computed(given["regularizer"], v).diag_embed()
     beta = computed(beta, v)[..., None, None]
     decay = torch.ones_like(beta)
     if log_decay is not None:
         decay = computed(log_decay, v).exp().expand(beta.shape[:3])[..., None, None]
-    spans = sequences_of(q, cu_seqlens)
-    if initial_state is None:
-        initial_state = MesaState(
-            q.new_zeros(len(spans), heads, key_size, key_size),
-            q.new_zeros(len(spans), heads, value_size, key_size),
-        )
+    spans = sequences_of(q, given["cu_seqlens"])
     finals, rows = [], [list[Tensor]() for _ in range(q.shape[0])]
     for (row, start, end), H, G in zip(spans, *initial_state, strict=True):
         for t in range(start, end):
             key, value = k[row, t].unsqueeze(-1), values[row, t].unsqueeze(-1)
             H = decay[row, t] * H + beta[row, t] * key @ key.mT
             G = decay[row, t] * G + beta[row, t] * value @ key.mT
-            x = solve(H + ridge, q[row, t].unsqueeze(-1), iterations)
+            x = solve(H + ridge, q[row, t].unsqueeze(-1), given["iterations"])
             rows[row].append((G @ x).squeeze(-1))
         finals.append(MesaState(H, G))
-    o = stack_rows(rows, values) * (key_size**-0.5 if scale is None else scale)
+    o = stack_rows(rows, values) * given["scale"]
     if not finals:
         return MesaOutput(o.to(v.dtype), initial_state)
     final = MesaState(*(torch.stack(parts) for parts in zip(*finals, strict=True)))

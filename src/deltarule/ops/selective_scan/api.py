@@ -50,7 +50,7 @@ def run(inputs: ScanInputs, backend: str) -> RecurrentOutput:
 
 def run_reference(inputs: ScanInputs) -> RecurrentOutput:
     with without_autocast(inputs.v.device):
-        return reference.selective_scan(**inputs._asdict())
+        return reference.selective_scan(inputs)
 
 
 IMPLEMENTATIONS = forms(why_not_triton, run, run_reference)

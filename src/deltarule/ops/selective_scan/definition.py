@@ -9,32 +9,22 @@ float64 it is the oracle of the tests.
 """
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltarule.ops.sequences import computed
-from deltarule.shapes import Offsets, Outputs, RecurrentOutput, State, Values
+from deltarule.shapes import RecurrentOutput
+
+# The arguments of a call, whose checks are not of this file.
+Inputs = Any
 
 
-def selective_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Values,
-    *,
-    delta: Outputs | None = None,
-    A: Tensor | None = None,
-    value_log_decay: Outputs | None = None,
-    log_decay: Tensor | None = None,
-    beta: Outputs | None = None,
-    scale: float | None = None,
-    initial_state: State | None = None,
-    cu_seqlens: Offsets | None = None,
-    signed: bool = False,
-) -> RecurrentOutput:
+def selective_scan(inputs: Inputs) -> RecurrentOutput:
     """Carry the state along each sequence: a batch row, or a slice of the one packed row."""
+    q, k, v, delta, A, value_log_decay, log_decay, beta, initial_state, cu_seqlens, *_ = inputs
     batch, tokens, heads, value_size = v.shape
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     # Every factor as [B or 1, T or 1, HV, V or 1, K or 1].
     values, queries, keys = computed(v).unsqueeze(-1), entries(q, v), entries(k, v)
     decay = torch.ones_like(values)
@@ -44,7 +34,7 @@ def selective_scan(
         decay = decay * computed(value_log_decay, v).unsqueeze(-1).exp()
     if log_decay is not None:
         decay = decay * entries(log_decay, v).exp()
-    if signed:
+    if inputs.signed:
         decay = 2 * decay - 1
     write = values * keys
     if beta is not None:
@@ -61,7 +51,7 @@ def selective_scan(
         state = initial_state if cu_seqlens is None else initial_state[i : i + 1]
         for t in range(start, end):
             state = state * decay[:, t] + write[:, t]
-            outputs.append(scale * (state * queries[:, t % queries.shape[1]]).sum(-1))
+            outputs.append(inputs.scale * (state * queries[:, t % queries.shape[1]]).sum(-1))
         final_states.append(state)
     o = torch.stack(outputs, dim=1) if outputs else v.clone()
     final_state = torch.cat(final_states) if final_states else initial_state

@@ -88,7 +88,7 @@ def run(inputs: SLSTMInputs, backend: str) -> RecurrentOutput:
     return RecurrentOutput(*operator(*inputs, save, backend))
 
 
-IMPLEMENTATIONS = forms(why_not_triton, run, lambda inputs: reference.slstm(**inputs._asdict()))
+IMPLEMENTATIONS = forms(why_not_triton, run, reference.slstm)
 
 
 def slstm(

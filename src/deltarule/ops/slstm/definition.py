@@ -7,6 +7,8 @@ h_t = sigmoid(o) c_t / n_t      i' = e^{i - m_t}        n = 0: no token yet, and
 Plain differentiable PyTorch; in float64 it is the oracle of the tests.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,10 +17,8 @@ from deltarule.ops.sequences import computed, sequences_of, stack_rows
 from deltarule.shapes import RecurrentOutput
 
 
-def slstm(
-    gates: Tensor, recurrent: Tensor, *, before: Tensor, lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> RecurrentOutput:  # fmt: skip
+def slstm(inputs: Any) -> RecurrentOutput:
+    gates, recurrent, before, lengths, cu_seqlens = inputs
     outputs: list[list[Tensor]] = [[] for _ in range(len(gates))]
     states = []
     for n, (row, first, last) in enumerate(sequences_of(gates, cu_seqlens, lengths)):
