@@ -202,6 +202,11 @@ def test_parameters_are_counted_without_building(mixer):
     assert count_parameters(config) - count_parameters(tied) == 257 * 32
 
 
+def test_parameters_are_counted_of_a_model_that_no_memory_holds():
+    config = ModelConfig(**FIELDS | EXPERTS | {"num_experts": 2**30, "num_layers": 1})
+    assert count_parameters(config) > 2**39
+
+
 def test_options_of_one_layer_pass_in_a_mixture():
     options = {"feature_map": "elu", "normalizer": True, "qk_norm": "l1", "num_layers": 2}
     mixture = FIELDS | options | {"layer_types": ("deltanet", "linear_attention")}

@@ -296,9 +296,9 @@ class NothingLarge(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The tensor as it is, or whatever else is asked for."""
         kwargs = kwargs or {}
-        if func is torch.empty:
-            x = func(*args, **kwargs | {"device": "meta"})
-        elif func.__name__ in ("normal_", "uniform_", "div_"):
+        if func.__name__ in ("empty", "randn"):
+            x = torch.empty(*args, **kwargs | {"device": "meta"})
+        elif func.__name__ in ("normal_", "uniform_", "div_", "mul_"):
             x = args[0] if args else kwargs["tensor"]
         else:
             return func(*args, **kwargs)
