@@ -46,8 +46,7 @@ def make_lanes(
     for n in sorted(range(len(needed)), key=lambda n: (-needed[n], n)):
         start[n], lane[n] = free[0]
         heapq.heapreplace(free, (start[n] + needed[n], lane[n]))
-    sizes = max(end for end, _ in free), lanes
-    owner = torch.full(sizes, len(needed), dtype=torch.int64, device="cpu")
+    owner = torch.full((max(end for end, _ in free), lanes), len(needed), device="cpu")
     for n, count in enumerate(needed):
         owner[start[n] : start[n] + count, lane[n]] = n
     plan = owner, torch.tensor(lane, device="cpu"), torch.tensor(start, device="cpu")
