@@ -9,14 +9,16 @@ import plan_figure
 import pytest
 from matplotlib.image import imread
 
+from bench import results, several_gpus
 from deltarule.parallel.estimate import Division, best, estimate, room_to_keep
 from deltarule.parallel.machine import MACHINES, Size, size_of
 from deltarule.plan import PlanRun, plan
 
 FIGURES = Path(__file__).parents[2] / "docs/figures/several_gpus_h200.json"
-MEASURED = json.loads(FIGURES.read_text())
-GPU = "h200" if "H200" in MEASURED["machine"] else "h100"
-SIZE = Size(*(MEASURED["config"][name] for name in ("num_layers", "hidden_size", "vocab_size")))
+REPORT = results.load(FIGURES)
+MEASURED = {row["case"]: row for row in REPORT["rows"]}
+GPU = "h200" if "H200" in REPORT["device"] else "h100"
+SIZE = Size(*(REPORT["config"][name] for name in ("num_layers", "hidden_size", "vocab_size")))
 # Rows of the cases in that file, as divisions; batch is the tokens of all groups.
 SHARDED, CONTEXT = (Division(shard=2, rows=8), 4096, 65_536), (Division(context=2), 65_536, 65_536)
 CASES = {
@@ -34,12 +36,21 @@ BAR = 0.15
 
 def test_every_measured_run_is_compared() -> None:
     """But those of which something was left out to learn what it costs."""
-    assert MEASURED["cases"].keys() - CASES == {"sharded, nothing sent", "sharded, copy engines"}
+    assert MEASURED.keys() - CASES == {"sharded, nothing sent", "sharded, copy engines"}
+
+
+@pytest.mark.parametrize("case", sorted(MEASURED.keys() & several_gpus.CASES.keys()))
+def test_a_row_says_what_the_benchmark_would_file(case: str) -> None:
+    facts = several_gpus.CASES[case]._asdict()
+    if case == "heads":
+        # Nothing is gathered where heads are split.
+        del facts["kept"]
+    assert facts.items() <= MEASURED[case].items()
 
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_seconds_and_memory_are_those_measured(case: str) -> None:
-    found, step = MEASURED["cases"][case], estimate(SIZE, MACHINES[GPU], *CASES[case])
+    found, step = MEASURED[case], estimate(SIZE, MACHINES[GPU], *CASES[case])
     assert step is not None
     assert abs(1e3 * step.seconds / found["step_ms"] - 1) < BAR
     assert abs(step.memory / 2**30 / found["peak_gib"] - 1) < BAR
@@ -48,7 +59,7 @@ def test_seconds_and_memory_are_those_measured(case: str) -> None:
 def test_the_page_has_the_raw_figures() -> None:
     page = (FIGURES.parents[1] / "several_gpus.md").read_text()
     # The page leaves out a way that went.
-    for name, found in MEASURED["cases"].items():
+    for name, found in MEASURED.items():
         if name != "sharded, copy engines":
             rate, memory = f"{found['tokens_per_second_each']:,}", found["peak_gib"]
             cell = rf"\| {rate} \| [\d.-]+ \| {memory} \|"
@@ -58,7 +69,7 @@ def test_the_page_has_the_raw_figures() -> None:
 @pytest.mark.parametrize(("memory", "keeps"), [(141e9, True), (80e9, False)])
 def test_weights_stay_gathered_where_there_is_room(memory: float, keeps: bool) -> None:
     # Kept, 8 rows took 82.3 GiB on two H200s, of 131 there are.
-    found = MEASURED["cases"]["sharded, weights kept"]
+    found = MEASURED["sharded, weights kept"]
     tokens = found["rows"] * found["tokens"]
     for each in (2, 4):
         given = found["parameters"], Division(shard=2), tokens, memory, each
