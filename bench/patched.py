@@ -5,7 +5,8 @@
 On a GPU it is a Qwen3.5 of a billion random parameters in bfloat16, beside the kernels that
 transformers finds (FLA's, if that is installed) and, with FLA, once more with FLA's convolution in
 place of PyTorch's; on a CPU small models of three families in float32 on one thread, beside
-transformers' own PyTorch functions.
+transformers' own PyTorch functions. `ms` and `seconds` are of wall-clock time, what begins with
+`processor_` in the file above is not.
 """
 
 import argparse

@@ -28,7 +28,7 @@ COLOURS = {"deltarule": DARK, "fla": LIGHT, "flash_qla": MIDDLE, "flashinfer": "
 SHOWN = (TRAIN, LONG, NARROW, WIDE)
 # Inches.
 WIDTH, BAR, GAP, MARGIN = 8.0, 0.2, 0.22, 1.2
-# Runs of the same kernel on two machines differ by less.
+# Without equal digests, a time this near is taken for one of the same kernel.
 REPEATS_WITHIN = 0.02
 # Title, heads and keys of figures, by the kind of rows that are no timed passes.
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

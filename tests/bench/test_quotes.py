@@ -1,6 +1,7 @@
 """README and pages quote the raw figures that they link to; dated notes stay as they are."""
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,37 @@ def scans() -> Quotes:
         yield words.format(ms[layer, "deltarule"], ms[layer, "PyTorch"])
 
 
+def patched_on_a_cpu() -> Quotes:
+    cells = defaultdict(dict)
+    for row in read("patched_cpu")["rows"]:
+        cells[row["model"], row["work"]][row["peer"]] = row["processor_ms"] / 1e3
+    for model in ("kimi_linear", "mamba2", "qwen3_5"):
+        told = [model]
+        for work in ("prefill", "training step"):
+            theirs, ours = (cells[model, work][side] for side in ("transformers", "deltarule"))
+            ratio = theirs / ours
+            told.append(f"{theirs:.2f} s to {ours:.2f} s ({ratio:.{1 if ratio > 2 else 2}f} x)")
+        yield f"| {' | '.join(told)} |"
+
+
+def repeats() -> Quotes:
+    """By how much times of the same kernels on the same kind of GPU differ between runs."""
+    found = defaultdict(list)
+    for report_of_run in (results.load(path) for path in FIGURES.glob("bench_*.json")):
+        for x in report.timings([report_of_run]) if "kernels" in report_of_run else ():
+            device = report_of_run["device"][:11]
+            found[device, x.passed, x.kernels, x.operation, x.shape.name].append(x.ours_ms)
+    apart = defaultdict(list)
+    for (device, passed, *_), times in found.items():
+        if len(times) > 1:
+            apart[device, passed].append(100 * (max(times) / min(times) - 1))
+    h200, h100 = (apart[f"NVIDIA {name}", "forward"] for name in ("H200", "H100"))
+    few = sum(x < 2 for x in h200 + h100)
+    yield f"by up to {max(h200):.1f} % on an H200 and {max(h100):.1f} % on an H100"
+    yield f"({few} of {len(h200 + h100)} by less than 2 %)"
+    yield f"both passes together by up to {max(apart['NVIDIA H200', 'forward_backward']):.1f} %"
+
+
 def on_a_gpu() -> Quotes:
     reports = [results.load(path) for path in FIGURES.glob("bench_*.json")]
     passes = report.by_device(reports)["NVIDIA H200"]
@@ -61,7 +93,8 @@ def on_a_cpu() -> Quotes:
     ("page", "quotes"),
     [
         ("README.md", on_a_gpu), ("docs/index.md", on_a_gpu), ("README.md", on_a_cpu),
-        ("docs/transformers/patch.md", patched), ("docs/operators/selective_scan.md", scans),
+        ("docs/transformers/patch.md", patched), ("docs/transformers/patch.md", patched_on_a_cpu),
+        ("docs/performance.md", repeats), ("docs/operators/selective_scan.md", scans),
     ],
 )  # fmt: skip
 def test_a_page_quotes_its_figures(page, quotes):
