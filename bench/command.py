@@ -74,6 +74,10 @@ def bench(run: BenchRun) -> None:
         cpu.main(run.output, CPU_REPEATS if run.repeats is None else run.repeats, impl=run.impl)
         return
     plan = {peer: cases_of(run, peer) for peer in chosen_peers(run.peer, adapters.COMPARED)}
+    if not any(plan.values()):
+        asked = f"--op {' '.join(run.op) or 'any'} at --shape {' '.join(run.shape) or 'any'}"
+        how = f"for --measure {' '.join(run.measure)}: leave one of them out"
+        raise ValueError(f"nothing to measure: none of {', '.join(plan)} has {asked} {how}")
     need_gpu()
     repeats = run.repeats or GPU_REPEATS
     report = measure(plan, run.impl, repeats, run.limit, run.output)
@@ -163,8 +167,21 @@ def measure(plan: dict[str, list[Row]], impl: str, repeats: int, limit: float, o
         for one in measured(Setting(peer, impl, "cuda", repeats), cases, limit)
     )
     report = results.file_each(results.new_report(sys.argv[1:]), found, output)
-    print("\n".join(tables([report])))
+    print("\n".join([*tables([report]), *untold(report)]))
     return report
+
+
+def untold(report: Row) -> Iterator[str]:
+    """Why an operator of which something ran has no table, which begins with our own times."""
+    rows = [row for row in report["rows"] if row["kind"] == "time"]
+    told = {one.operation for one in timings([report])}
+    for name in dict.fromkeys(row["operation"] for row in rows if row["operation"] not in told):
+        ours = [row for row in rows if (row["peer"], row["operation"]) == (adapters.OURS, name)]
+        passes = [row[x] for row in ours for x in results.PASSES if x in row]
+        errors = [one.get("error") or one.get("graph_ms_error", "no time") for one in passes]
+        has = name in adapters.operations_of(adapters.OURS)
+        why = "--peer leaves deltarule out" if has else "deltarule has no such operator"
+        yield f"{name}: no table, nothing of deltarule was timed: {[*errors, why][0]}"
 
 
 def measured(setting: Setting, cases: list[Row], limit: float) -> Iterator[tuple[Row, Row]]:

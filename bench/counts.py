@@ -92,7 +92,9 @@ def count(operation: Operation, shape: Shape, *, backward: bool) -> Count:
     """
     softmax, decode = (operation is OPERATIONS[name] for name in ("softmax", "decode"))
     rows = shape.batch * shape.tokens * shape.value_heads
-    inputs, output = input_bytes(operation, shape), HALF * rows * shape.value_size
+    with FakeTensorMode():
+        inputs = sum(x.nbytes for x in draw(operation, shape, device="cpu").values())
+    output = HALF * rows * shape.value_size
     state = shape.batch * shape.value_heads * shape.value_size * shape.key_size
     # Inputs read, of a decoding step its state too; o and the final state written.
     moved = inputs + output + (0 if softmax else SINGLE * state)
@@ -106,11 +108,6 @@ def count(operation: Operation, shape: Shape, *, backward: bool) -> Count:
         moved += 2 * inputs + (2 if softmax else 1) * output
         done += products(operation, shape, backward=True)
     return Count(moved, 2 * rows * done)
-
-
-def input_bytes(operation: Operation, shape: Shape) -> int:
-    with FakeTensorMode():
-        return sum(x.nbytes for x in draw(operation, shape, device="cpu").values())
 
 
 def chunk_products(operation: Operation, shape: Shape, *, backward: bool) -> int:

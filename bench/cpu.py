@@ -101,12 +101,16 @@ def main(
 def compare(name: str, repeats: int, timed: Shape, checked: Shape, impl: Impl) -> dict[str, Any]:
     """Seconds, bytes saved and relative RMS errors of o and every gradient, of each side."""
     case = CASES[name]
-    sides: dict[str, Operator] = {"deltarule": ours(impl), "transformers": case.theirs}
+    sides: dict[str, Operator] = {
+        "deltarule": partial(ours, impl=impl),
+        "transformers": case.theirs,
+    }
     inputs, grad = draw(timed, case.decay_per_channel)
     runs = {side: partial(outputs, operator, inputs, grad) for side, operator in sides.items()}
     seconds = interleaved_seconds(runs, repeats)
     few, grad = draw(checked, case.decay_per_channel)
-    exact = outputs(ours("reference"), {x: y.double() for x, y in few.items()}, grad)
+    wide = {x: y.double() for x, y in few.items()}
+    exact = outputs(partial(ours, impl="reference"), wide, grad)
     figures = {}
     for side, operator in sides.items():
         saved, found = saved_bytes(operator, inputs), outputs(operator, few, grad)
@@ -119,13 +123,8 @@ def compare(name: str, repeats: int, timed: Shape, checked: Shape, impl: Impl) -
     return {"name": name, "impl": impl} | figures
 
 
-def ours(impl: Impl) -> Operator:
-    """`delta_rule` in the form in which the peers are called."""
-
-    def operator(inputs: Mapping[str, Any]) -> Tensor:
-        return delta_rule(**inputs, normalize_qk=True, return_state=False, impl=impl).o
-
-    return operator
+def ours(inputs: Mapping[str, Any], impl: Impl) -> Tensor:
+    return delta_rule(**inputs, normalize_qk=True, return_state=False, impl=impl).o
 
 
 def draw(shape: Shape, decay_per_channel: bool) -> tuple[dict[str, Tensor], Tensor]:

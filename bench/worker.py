@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bench import adapters, timing
 from bench.cases import OPERATIONS, Shape, Tensors, draw
+from bench.model import time_model
 from bench.results import BOTH, FORWARD
 from deltarule.doctor.bars import relative_rms
 from deltarule.processes import gpu_is_lost
@@ -147,7 +148,8 @@ def error_case(case: Row, setting: Setting) -> Row:
     side, exactly = adapters.side(setting.peer, name, setting.impl), adapters.exact_side(name)
 
     def errors(with_gradients: bool) -> Row:
-        exact = results(exactly.through, widened(inputs), with_gradients)
+        wide = {name: x.double() for name, x in inputs.items()}
+        exact = results(exactly.through, wide, with_gradients)
         found = results(side.through, inputs, with_gradients)
         return {x: relative_rms(found[x], exact[x]) for x in exact if x in found}
 
@@ -158,10 +160,6 @@ def error_case(case: Row, setting: Setting) -> Row:
     except Exception as error:
         # A peer may refuse the backward pass alone.
         return {"errors": errors(with_gradients=False), "backward_error": reason(error)}
-
-
-def widened(inputs: Tensors) -> Tensors:
-    return {name: x.double() for name, x in inputs.items()}
 
 
 def results(
@@ -188,13 +186,8 @@ def ceilings_case(case: Row, setting: Setting) -> Row:
     return told | dict(zip(("copy_TB_s", "matrix_TFLOP_s"), rates, strict=True))
 
 
-def model_case(case: Row, setting: Setting) -> Row:
-    from bench.model import time_model
-
-    return time_model(case, setting.peer, setting.device)
-
-
 KINDS: dict[str, Callable[[Row, Setting], Row]] = {
     "time": time_case, "error": error_case, "overhead": overhead_case, "cold": cold_case,
-    "ceilings": ceilings_case, "model": model_case,
+    "ceilings": ceilings_case,
+    "model": lambda case, setting: time_model(case, setting.peer, setting.device),
 }  # fmt: skip

@@ -132,7 +132,7 @@ def calls(monkeypatch):
         for case in cases:
             if case["kind"] == "ceilings":
                 yield Done(case, {"device": "Example GPU", "copy_TB_s": 4.2, "matrix_TFLOP_s": 780})
-            elif case["kind"] == "time" and not case["backward"]:
+            elif case["kind"] == "time" and not case["backward"] and case["operation"] != "gla":
                 yield Done(case, {"forward": {"graph_ms": 1.0, "eager_ms": 2.0}})
             else:
                 yield Done(case, error="it crashed")
@@ -167,6 +167,29 @@ def test_a_whole_run_leaves_figures_and_a_picture(calls, tmp_path, capsys):
     ]
     assert ["TRITON_CACHE_DIR" in environment for *_, environment in calls] == [False, True] * 2
     assert calls[2][2] == dict(adapters.PEERS["fla"].environment)
+
+
+@pytest.mark.parametrize(
+    ("operation", "peers", "why"),
+    [
+        ("softmax", ("deltarule", "torch"), "deltarule has no such operator"),
+        ("kda", ("fla",), "--peer leaves deltarule out"),
+        ("gla", ("deltarule", "fla"), "it crashed"),
+    ],
+)
+def test_an_operator_without_times_of_ours_says_why_it_has_no_table(
+    calls, operation, peers, why, tmp_path, capsys
+):
+    command.bench(BenchRun(op=(operation, "gdn"), peer=peers, output=tmp_path / "x.json"))
+    shown = capsys.readouterr().out
+    assert f"{operation}: no table, nothing of deltarule was timed: {why}\n" in shown
+    assert ("gdn: no table" in shown) == ("deltarule" not in peers)
+
+
+def test_what_no_peer_has_is_refused(tmp_path):
+    run = BenchRun(op=("kda",), peer=("flash_qla",), shape=("decode",), measure=("time",))
+    with pytest.raises(ValueError, match="nothing to measure: none of flash_qla has --op kda at "):
+        command.bench(run)
 
 
 def test_a_run_of_the_model(calls, tmp_path):
