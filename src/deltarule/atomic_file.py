@@ -61,12 +61,13 @@ def filling(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, old: Path | None = None) -> Iterator[Path]:
     """Fill a folder aside, then move it into place, under new parents: it is whole or absent.
 
-    A folder that a killed process left aside is removed; one that is still written is locked.
+    What is there already moves to `old` at the last moment; without one it is an error. A folder
+    that a killed process left aside is removed; one that is still written is locked.
     """
-    if os.path.lexists(path):
+    if old is None and os.path.lexists(path):
         raise ValueError(f"{path} exists already: choose another folder, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.tmp"):
@@ -82,6 +83,8 @@ def new_folder(path: Path) -> Iterator[Path]:
                 yield aside
                 for file in (*aside.iterdir(), aside):
                     sync(file)
+                if old is not None and path.exists():
+                    path.rename(old)
                 # An empty folder made meanwhile would be replaced; one with files would not.
                 aside.rename(path)
     finally:

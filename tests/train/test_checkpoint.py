@@ -120,8 +120,29 @@ def test_a_write_that_fails_leaves_no_half_checkpoint(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(deltarule.train.checkpoint, "save_file", full)
-    with pytest.raises(OSError, match="No space"):
-        checkpoints.save(2, TENSORS, {})
+    # A damaged one of the same step stays until its replacement is there.
+    for step in (1, 2):
+        with pytest.raises(OSError, match="No space"):
+            checkpoints.save(step, TENSORS, {})
+        assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_damaged_checkpoint_outlives_a_stop_amid_its_replacement(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    folder, rename = checkpoints.save(1, TENSORS, {"n": 1}), Path.rename
+
+    def killed(path, target):
+        if path.name.endswith(".tmp") and target == folder:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(1, TENSORS, {"n": 2})
+    assert (tmp_path / "step-1.damaged/state.json").read_text() == '{"n": 1}'
+    assert checkpoints.steps() == []
+    Checkpoints(tmp_path).save(1, TENSORS, {"n": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 

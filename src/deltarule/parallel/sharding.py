@@ -117,7 +117,7 @@ class WideSums:
 
 def sum_replicated(replicated: list[nn.Parameter], mesh: DeviceMesh) -> None:
     """Sum the gradients of what every process has all of, in one collective an axis."""
-    gradients = [_local(p.grad) for p in replicated if p.grad is not None]
+    gradients = [local_part(p.grad) for p in replicated if p.grad is not None]
     if not gradients:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -136,7 +136,7 @@ def clip_sharded(parameters: list[nn.Parameter], largest: float) -> Tensor:
     norm = sharded_norm(gradients)
     if largest > 0:
         scale = (largest / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([_local(gradient) for gradient in gradients], scale)
+        torch._foreach_mul_([local_part(gradient) for gradient in gradients], scale)
     return norm
 
 
@@ -146,8 +146,8 @@ def sharded_norm(gradients: list[Tensor]) -> Tensor:
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     for x in gradients:
         layout = (x.device_mesh, x.placements) if isinstance(x, DTensor) else (None, ())
-        alike[layout].append(_local(x))
-    total = torch.zeros((), device=_local(gradients[0]).device)
+        alike[layout].append(local_part(x))
+    total = torch.zeros((), device=local_part(gradients[0]).device)
     for (mesh, placements), parts in alike.items():
         square = torch.stack(list(torch._foreach_norm(parts))).square().sum()
         for axis, placement in enumerate(placements):
@@ -157,5 +157,5 @@ def sharded_norm(gradients: list[Tensor]) -> Tensor:
     return total.sqrt()
 
 
-def _local(x: Tensor) -> Tensor:
+def local_part(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from deltarule.models import CausalLM
 from deltarule.parallel.local import Group, enter, leave
+from deltarule.parallel.sharding import local_part
 
 
 class Vocabulary(NamedTuple):
@@ -49,7 +50,7 @@ def split_vocabulary(model: CausalLM, mesh: DeviceMesh) -> dict[str, int]:
 
 def embed(model: CausalLM, vocabulary: Vocabulary, tokens: Tensor) -> Tensor:
     """[B, T] -> [B, T, hidden_size], the same on every process."""
-    weight = local(model.embedding.weight)
+    weight = local_part(model.embedding.weight)
     place, mine = own(tokens, vocabulary.first, len(weight))
     rows = weight.new_zeros(*tokens.shape, weight.shape[1])
     if len(weight):
@@ -70,7 +71,7 @@ def logits(model: CausalLM, vocabulary: Vocabulary, x: Tensor) -> Tensor:
 def own_logits(model: CausalLM, vocabulary: Vocabulary, x: Tensor) -> Tensor:
     """[..., hidden_size] -> [..., tokens of this process]."""
     owner = model.embedding if model.head is None else model.head
-    return model.scaled(F.linear(enter(x, vocabulary.group), local(owner.weight)))
+    return model.scaled(F.linear(enter(x, vocabulary.group), local_part(owner.weight)))
 
 
 def loss(model: CausalLM, vocabulary: Vocabulary, x: Tensor, targets: Tensor) -> Tensor:
@@ -83,11 +84,6 @@ def own(tokens: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
     """Rows of the tokens in this process's table, 0 for others; and which tokens are its own."""
     mine = (tokens >= first) & (tokens < first + size)
     return (tokens - first).where(mine, 0), mine
-
-
-def local(weight: Tensor) -> Tensor:
-    assert isinstance(weight, DTensor)
-    return weight.to_local()
 
 
 class _VocabularyLoss(torch.autograd.Function):

@@ -76,9 +76,11 @@ class Checkpoints:
         """A folder aside, which becomes the checkpoint of a step; then the oldest ones go."""
         target = self.folder / f"step-{step}"
         # One of this step is damaged: otherwise the run would have gone on from it.
-        self.remove(target)
-        with new_folder(target) as aside:
+        damaged = self.folder / f"{target.name}.damaged"
+        self.remove(damaged)
+        with new_folder(target, damaged) as aside:
             yield aside
+        self.remove(damaged)
         for old in self.steps()[: -self.keep]:
             if old != self.spared:
                 self.remove(self.folder / f"step-{old}")
