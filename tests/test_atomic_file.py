@@ -42,6 +42,16 @@ def test_a_place_that_is_none_is_named(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_disk_that_can_only_be_read_is_named_and_not_the_file_aside(tmp_path, monkeypatch):
+    def refuse(path, **_):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(OSError, match=f"Read-only file system: '{tmp_path}/a'$"):
+        write_atomically(tmp_path / "a", lambda aside: aside.write_text("new"))
+
+
 def test_the_folder_aside_is_not_named_where_it_cannot_be_made(tmp_path):
     # One that has room for its own name and for nothing before or behind it.
     longest = tmp_path / ("x" * 250)

@@ -34,7 +34,9 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             sync(aside)
             aside.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        # On a disk that can only be read this fails, too, and would hide why nothing was written.
+        with contextlib.suppress(OSError):
+            aside.unlink()
     sync(path.parent)
 
 

@@ -170,13 +170,20 @@ def test_what_is_wrong_anywhere_is_told_by_all(two: Processes, tmp_path: Path) -
         assert "missing.txt" in message
     for options, words in (
         ({"tensor": 3}, "must divide the 2 processes"),
-        ({"accumulate": 1}, "--accumulate 1 rows cannot be shared out over 2 groups"),
+        (
+            {"accumulate": 1},
+            "over 2 groups of processes: give a multiple of 2, or let processes share",
+        ),
         ({"tensor": 2, "num_heads": 3}, "num_heads=3 cannot be split over 2 processes"),
     ):
         with pytest.raises(AssertionError) as raised:
             two("text_runs.train", folder=str(tmp_path), **options)
         assert str(raised.value).count(words) == 2
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    (tmp_path / "run").touch()
+    with pytest.raises(AssertionError) as raised:
+        two("text_runs.train", folder=str(tmp_path))
+    assert str(raised.value).count(f": {tmp_path / 'run'}: File exists") == 2
 
 
 # Of four processes; those that are left over are shards.

@@ -20,7 +20,7 @@ from deltarule.train.run_folder import (
     stored_configuration,
     write_run,
 )
-from deltarule.train.runs import load_model
+from deltarule.train.runs import RunsRun, load_model, show_runs
 from deltarule.train.text import ModelOptions, TextRun
 
 DATA, ALONE = DataFacts("x", 10, "0"), World(torch.device("cpu"))
@@ -90,6 +90,39 @@ def test_two_processes_cannot_write_one_run(tmp_path):
         pass
     with locked(tmp_path):
         pass
+
+
+def test_who_only_looks_at_runs_writes_nothing(tmp_path, capsys):
+    folder = start(TextRun(runs=tmp_path, name="mine"))
+    show_runs(RunsRun(runs=tmp_path))
+    with locked(folder):
+        show_runs(RunsRun(runs=tmp_path))
+    told = capsys.readouterr().out.split()
+    assert [word for word in told if word in ("stopped", "running")] == ["stopped", "running"]
+    (folder / ".lock").unlink()
+    show_runs(RunsRun(runs=tmp_path))
+    assert [path.name for path in folder.iterdir()] == ["run.json"]
+
+
+def test_a_start_that_fails_changes_no_run(tmp_path):
+    run = TextRun(runs=tmp_path, name="a", loop=LoopOptions(steps=10))
+    folder = start(run)
+    checkpoints, before = Checkpoints(folder / "checkpoints"), (folder / "run.json").read_text()
+    more = dataclasses.replace(run, resume=True, loop=LoopOptions(steps=20))
+
+    def fail(step=None):
+        with open_run(more, "train text", "text", ALONE, DATA):
+            if step is not None:
+                checkpoints.save(step, {}, {})
+            raise ValueError("does not fit")
+
+    with pytest.raises(ValueError, match="does not fit"):
+        fail()
+    assert (folder / "run.json").read_text() == before
+    # What it had saved was of the longer run.
+    with pytest.raises(ValueError, match="does not fit"):
+        fail(15)
+    assert stored_configuration(folder, TextRun, "train text").loop.steps == 20
 
 
 def test_steps_may_grow_and_harmless_options_change(tmp_path, capsys):

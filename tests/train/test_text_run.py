@@ -257,7 +257,7 @@ def test_three_bytes_are_enough_to_validate_on_and_none_is_said_before_training(
 
 
 SENSELESS = {
-    TextRun: ({"length": 0}, {"temperature": -1.0}),
+    TextRun: ({"length": 0}, {"temperature": -1.0}, {"max_bytes": -5}),
     LoopOptions: ({"steps": 0}, {"accumulate": 0}, {"max_seconds": -1.0}),
     OptimizerOptions: (
         {"lr": -1.0}, {"lr": float("nan")}, {"beta2": 1.0}, {"clip": -1}, {"start_lr_ratio": 2},

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -19,9 +20,8 @@ from small import small_run
 TEXT = "".join(f"Zeile {i}: näher an der Küste, {i * i} Möwen\n" for i in range(400))
 
 
-@pytest.fixture
-def tool(tmp_path):
-    """A folder with a tokenizer of bytes and 40 merges."""
+def make(folder, text=TEXT, size=300):
+    """A folder with a tokenizer of bytes, and merges of a text."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -29,12 +29,35 @@ def tool(tmp_path):
     made.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=size, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator([TEXT], trainer)
+    made.train_from_iterator([text], trainer)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
-    fast.save_pretrained(tmp_path / "tool")
-    return tmp_path / "tool"
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def tool(tmp_path):
+    """One of 40 merges."""
+    return make(tmp_path / "tool")
+
+
+@pytest.mark.parametrize("size", [300, 290])
+def test_a_run_goes_on_with_its_own_tokenizer_alone_and_another_changes_nothing(
+    tool, size, tmp_path
+):
+    (tmp_path / "text.txt").write_text(TEXT)
+    run = small_run(tmp_path / "text.txt", tmp_path / "runs", tokenizer=str(tool), name="a")
+    folder = train_text(run)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    more = replace(run, resume=True, loop=replace(run.loop, steps=8))
+    make(tool, TEXT[::-1], size)
+    with pytest.raises(ValueError, match=f"its {size} tokens are not the 300 of .*{FILE}: put"):
+        train_text(more)
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    make(tool)
+    train_text(more)
 
 
 def test_a_tokenizer_goes_along_with_the_model(tool, tmp_path, capsys):

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from deltarule.errors import StalledError
+from deltarule.errors import StalledError, reason
 from deltarule.nn.checks import check_least
 
 T = TypeVar("T")
@@ -184,7 +184,7 @@ class World:
         try:
             value = compute()
         except (ValueError, OSError) as error:
-            failure = str(error) or type(error).__name__
+            failure = reason(error) or type(error).__name__
         failed = torch.zeros(self.size, dtype=torch.int32)
         failed[self.rank] = bool(failure)
         dist.all_reduce(failed, group=group)

@@ -135,7 +135,9 @@ def locked(folder: Path) -> Iterator[None]:
     with (folder / ".lock").open("a") as file:
         # Where there are no locks, two runs in one folder are not noticed.
         if lock(file) is False:
-            raise RunFolderError(f"{folder} is in use by another process")
+            raise RunFolderError(
+                f"{folder} is in use by another process: let it end, or choose another --name"
+            )
         yield
 
 
@@ -158,6 +160,7 @@ def open_run(
     options = json.loads(json.dumps(options, default=str))
     record = RunRecord(command, options, machine(world), data)
     others: set[Path] = set()
+    before: list[RunRecord] = []
     with contextlib.ExitStack() as held:
 
         def begin() -> str:
@@ -166,6 +169,7 @@ def open_run(
             folder = choose(run.runs, run.name, command if resume else default)
             others.update(folder.glob("*"))
             held.enter_context(locked(folder))
+            before.extend([read_run(folder)] if resume else ())
             write_run(folder, continued(folder, run, record) if resume else record)
             return str(folder)
 
@@ -179,15 +183,21 @@ def open_run(
             raise StoppedRunError(f"stopped {folder}", folder, INTERRUPTED) from error
         except Exception:
             if world.first:
-                withdraw(folder, others)
+                withdraw(folder, others, before)
             raise
 
 
-def withdraw(folder: Path, others: set[Path]) -> None:
-    """Remove all but others' files of a run that failed before its first step: none resumes it."""
+def withdraw(folder: Path, others: set[Path], before: list[RunRecord]) -> None:
+    """Undo a start that failed and saved nothing: put the record before it back, if there is one.
+
+    Of a new run that failed before its first step all but others' files go: none resumes it.
+    """
+    if before:
+        if read_run(folder).resumed[-1].step == newest_step(folder):
+            write_run(folder, before[0])
+        return
     metrics = folder / "metrics.jsonl"
-    begun = (folder / DIVERGED).exists() or (metrics.exists() and metrics.stat().st_size)
-    if begun or read_run(folder).resumed:
+    if (folder / DIVERGED).exists() or (metrics.exists() and metrics.stat().st_size):
         return
     for path in set(folder.iterdir()) - others:
         if path.is_dir():
@@ -217,8 +227,7 @@ def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
             f"{folder} was started on other data: then {then}; now {new.source}, "
             f"{new.bytes:,} bytes: give those data, or another --name"
         )
-    step = max(checkpoint_steps(folder / "checkpoints"), default=0)
-    steps = run.loop.steps
+    step, steps = newest_step(folder), run.loop.steps
     if steps < step:
         raise RunFolderError(f"--steps {steps:,}: {folder} has taken {step:,} steps already")
     if steps == step:
@@ -237,6 +246,10 @@ def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
         print(f"note: steps {changed['steps']}: from now on the learning rate follows it")
     resumed = (*before.resumed, Resumed(step, changed))
     return dataclasses.replace(record, resumed=resumed, done=before.done)
+
+
+def newest_step(folder: Path) -> int:
+    return max(checkpoint_steps(folder / "checkpoints"), default=0)
 
 
 def line_that_resumes(folder: Path) -> str:

@@ -3,6 +3,7 @@
 The model of a run is what it wrote at its end, else its newest checkpoint.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from deltarule.atomic_file import lock
 from deltarule.config_file import flat, to_toml
 from deltarule.json_file import fitted
 from deltarule.models import CausalLM, ModelConfig
@@ -18,7 +20,7 @@ from deltarule.models.files import CONFIG, INDEX, WEIGHTS, naming, read_config
 from deltarule.train import checkpoint
 from deltarule.train.metrics import figures, read_metrics
 from deltarule.train.progress import for_screen
-from deltarule.train.run_folder import DIVERGED, RUN, RunFolderError, RunRecord, locked, read_run
+from deltarule.train.run_folder import DIVERGED, RUN, RunFolderError, RunRecord, read_run
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,10 @@ def summary(folder: Path) -> list[str]:
     state = "done" if record.done is not None and record.done >= step else "stopped"
     if (folder / DIVERGED).exists():
         state = "diverged"
-    try:
-        with locked(folder):
-            pass
-    except RunFolderError:
-        state = "running"
+    # Nothing is made, and who may not write does not hold it; NFS locks what is open to write.
+    with contextlib.suppress(OSError), (folder / ".lock").open("r+") as file:
+        if lock(file) is False:
+            state = "running"
     measured = (
         {n: x for n, x in figures(row).items() if n.startswith(("validation_", "final_"))}
         for row in reversed(rows)

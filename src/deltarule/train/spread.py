@@ -46,7 +46,8 @@ class Spread:
             if count % groups:
                 raise ValueError(
                     f"--accumulate {count} rows cannot be shared out over {groups} groups of "
-                    f"processes: give a multiple of {groups}"
+                    f"processes: give a multiple of {groups}, or let processes share rows, by "
+                    "--context or --tensor"
                 )
             own = mesh["replicate"].get_local_rank() * shards + mesh["shard"].get_local_rank()
             self.rows = range(own, count, groups)

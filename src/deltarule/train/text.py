@@ -80,7 +80,7 @@ class TextRun:
 
     def __post_init__(self) -> None:
         sizes = ("length", "batch_tokens", "validation_bytes", "curve_bytes", "long_length")
-        check_least(self, 1, *sizes)
+        check_least(self, 1, "max_bytes", *sizes)
         check_least(self, 0, "sample_bytes", "temperature")
         check_multiple("batch_tokens", self.batch_tokens, "accumulate", self.loop.accumulate)
 
@@ -222,9 +222,9 @@ def train_text(run: TextRun) -> Path:
         print(for_screen(f"data    {read.facts.source}: {documents}, {read.facts.bytes:,} bytes"))
         rest = f"of the rest, {read.validation.num_bytes:,} to validate on"
         print(for_screen(f"        {read.training.num_bytes:,} bytes to train on; {rest}"))
-        write_text(folder / CONFIG, config.to_json())
         if read.encoder is not None:
             read.encoder.save(folder)
+        write_text(folder / CONFIG, config.to_json())
 
     return whole_run(
         run, "train text", "text", config, job, describe,

@@ -42,7 +42,15 @@ class Encoder(NamedTuple):
         return joined(parts, sum(map(len, read)))
 
     def save(self, folder: Path) -> None:
-        if self.tool is not None:
+        """Write the tokenizer beside a model, which must not have another one already."""
+        file = folder / FILE
+        before = make_encoder(str(folder), str(file)) if self.tool and file.is_file() else self
+        if before.tool and before.tool.get_vocab() != self.tool.get_vocab():
+            raise ValueError(
+                f"--tokenizer: its {self.vocab_size} tokens are not the {before.vocab_size} of "
+                f"{file}: put that tokenizer back, or start another run with --name"
+            )
+        if self.tool:
             self.tool.save_pretrained(folder)
 
 
