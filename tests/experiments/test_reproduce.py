@@ -120,6 +120,16 @@ def test_a_cell_that_dies_leaves_its_last_words_and_the_others_go_on(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("timed", [False, True])
+def test_each_cell_that_takes_times_has_a_process_of_its_own(cells, timed, monkeypatch):
+    monkeypatch.setattr(tiny_cells, "TIMED", timed, raising=False)
+    folder = run(workers=1, seconds=600)
+    steps = [(folder / "cells" / name / "steps").read_text().split() for name in "ab"]
+    numbers = {words[1] for words in steps}
+    assert str(os.getpid()) not in numbers
+    assert len(numbers) == (2 if timed else 1)
+
+
 def test_a_process_stays_at_its_gpu(monkeypatch):
     taken = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
