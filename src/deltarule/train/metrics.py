@@ -42,7 +42,7 @@ class Metrics:
             return
         rows = [row for row in read_metrics(path) if row["step"] <= after]
         if end:
-            rows = [x for x in rows if x["step"] < after or all(n[:6] != "final_" for n in x)]
+            rows = [row for row in rows if row["step"] < after or not is_final(row)]
         write_text(path, "".join(map(_line, rows)))
         self._file = path.open("a", encoding="utf-8")
 
@@ -77,6 +77,10 @@ def read_metrics(path: Path) -> list[Row]:
     if bad:
         print(f"note: {path}: left out {len(bad)} of {len(lines) - 1} lines; {bad[0]}")
     return rows
+
+
+def is_final(row: Row) -> bool:
+    return any(name.startswith("final_") for name in row)
 
 
 def _line(row: Row) -> str:
