@@ -1,6 +1,9 @@
 """Wrong arguments are named, with what was given and what was expected: a table for each call."""
 
 import copy
+import inspect
+import re
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -55,7 +58,8 @@ def twice(first, second):
     return {"state_indices": torch.tensor([first, second])}
 
 
-NO_KERNEL = {"impl='triton' cannot run this: Triton needs CUDA tensors": {"impl": "triton"}}
+ON_CPU = "impl='triton' cannot run this: Triton needs CUDA tensors, and {} is on cpu"
+NO_KERNEL = {ON_CPU.format("q"): {"impl": "triton"}}
 FORMS = "'auto', 'triton', 'torch', 'reference'"
 NO_IMPL = {f"impl must be one of {FORMS}, got 'gluon'": {"impl": "gluon"}}
 
@@ -196,7 +200,7 @@ SCAN = {
     "initial_state must be torch.float32": {"initial_state": ZEROS(1, HV, V, 3).double()},
     "cu_seqlens must end at T = 2": {"cu_seqlens": torch.tensor([0, 1])},
     "scale must be a number": {"scale": "1"},
-    "impl='triton' cannot run this: Triton needs CUDA tensors, and v is on cpu": {"impl": "triton"},
+    ON_CPU.format("v"): {"impl": "triton"},
     **spanned(2), **NO_IMPL,
 }  # fmt: skip
 WIDE = MesaState(ONE(2, HV, K, K), ONE(2, HV, V, K))
@@ -243,7 +247,7 @@ CELLS = {
     r"recurrent must be a tensor": {"recurrent": None},
     "initial_state must be torch.float64": {"initial_state": ZEROS(2, 2, 4, 5)},
     "lengths must be from 0 to 9": {"lengths": torch.tensor([1, 10])},
-    **NO_KERNEL,
+    ON_CPU.format("gates"): {"impl": "triton"},
 }
 MEMORY = {
     r"beta must be \[B, T, HV\]": {"beta": ONE(2)},
@@ -364,10 +368,11 @@ TABLES = [
     (two_memories, SMALL_VALUES | {"slots": ZEROS(1, 2, 2, 5)}, TWO),
     (delta_rule, GOOD, DELTA),
     (delta_rule, ONE_ROW, {message: {"cu_seqlens": x} for message, x in OFFSETS.items()}),
-    (dplr, {name: GOOD[name] for name in "qkv"} | {"a": ZEROS(2, 10, 4, 8)},
+    (dplr, {name: GOOD[name] for name in "qkv"} | dict.fromkeys("ab", ZEROS(2, 10, 4, 8)),
      {r"b must be a tensor .* use delta_rule": {"b": None}}),
     (explain, {name: GOOD[name] for name in ("q", "k", "v", "beta")},
-     {"beta must be": {"beta": GOOD["beta"][0]}}),
+     {"beta must be": {"beta": GOOD["beta"][0]}, "scale must be a number": {"scale": "1"},
+      "batch_invariant must be True or False, got 1": {"batch_invariant": 1}}),
     (explain, FREE_GOOD, FREE),
     (recurrent_step, FREE_GOOD | {"state": ZEROS(2, 4, 6, 8)}, FREE),
     (recurrent_step, STEP_GOOD, STEP),
@@ -391,6 +396,16 @@ TABLES = [
 def test_wrong_arguments_are_named(operator, good, message, changes):
     with pytest.raises(ValueError, match=message):
         operator(**(good | changes))
+
+
+@pytest.mark.parametrize(
+    ("operator", "good"), {x: (x, good) for x, good, _ in TABLES if x != explain}.values()
+)
+def test_impl_takes_what_its_type_says(operator, good):
+    names = get_args(inspect.signature(operator).parameters["impl"].annotation)
+    with pytest.raises(ValueError, match="impl must be one of") as refused:
+        operator(**copy.deepcopy(good) | {"impl": "fast"})
+    assert {*re.findall(r"'(\w+)'", str(refused.value))} == {*names, "fast"}
 
 
 @pytest.mark.parametrize(("operator", "good", "_"), SEQUENCES)
@@ -501,6 +516,13 @@ def test_explain_names_what_runs():
     assert runs == [("triton", False), ("gluon", False), ("torch", True), ("reference", False)]
     assert "CUDA" in rows[0].reason
     assert all(row.reason for row in rows)
+
+
+def test_explain_takes_what_decides_and_says_what_does_not():
+    taken, *operators = (inspect.signature(x).parameters for x in (explain, delta_rule, dplr))
+    left_out = {*operators[0], *operators[1]} - {*taken, "impl"}
+    assert left_out
+    assert all(name in explain.__doc__ for name in left_out)
 
 
 def test_a_matrix_of_no_tokens():

@@ -80,7 +80,7 @@ def test_gelu_slope():
 
 @every_kind
 def test_auto_takes_the_kernels_where_they_run(operator, maps, monkeypatch):
-    monkeypatch.setattr(inputs, "why_not_fused", lambda _: None)
+    monkeypatch.setattr(inputs, "why_not_fused", lambda *_: None)
     monkeypatch.setattr(inputs, "capability", lambda _: 9)
     # The functions of these names hide their modules.
     table = import_module(f"deltarule.ops.memory.{operator}").IMPLEMENTATIONS

@@ -17,14 +17,14 @@ ON_CPU = "Triton needs CUDA tensors, and x is on cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def why_not_fused(x: Tensor) -> str | None:
-    """Why no Triton kernel takes x, or None; kernels compute in float32."""
-    if x.is_cpu:
+def why_not_fused(x: Tensor, name: str = "x") -> str | None:
+    """Why no Triton kernel takes x, or None; `name` is what a caller calls it."""
+    if x.is_cpu and name == "x":
         return ON_CPU
-    if reason := why_no_triton("x", x):
+    if reason := why_no_triton(name, x):
         return reason
     if x.dtype not in DTYPES:
-        return f"the Triton kernels compute in float32, and x is {x.dtype}"
+        return f"the Triton kernels compute in float32, and {name} is {x.dtype}"
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return "torch.func's transforms need plain PyTorch"
     return None

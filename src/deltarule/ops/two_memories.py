@@ -9,9 +9,8 @@ from deltarule.ops.checks import check_axes, check_gate, check_state, shape
 from deltarule.ops.context import Context, check_context
 from deltarule.ops.delta_rule.api import delta_rule
 from deltarule.ops.delta_rule.step import recurrent_step
-from deltarule.ops.dispatch import Impl
 from deltarule.ops.few_tokens import decodes
-from deltarule.ops.plain import count_sequences
+from deltarule.ops.plain import PlainImpl, count_sequences
 from deltarule.shapes import Keys, Offsets, Outputs, Queries, RecurrentOutput, Values
 
 
@@ -35,7 +34,7 @@ def two_memories(
     value_memory: Tensor | None = None,
     cu_seqlens: Offsets | None = None,
     context: Context | None = None,
-    impl: Impl = "auto",
+    impl: PlainImpl = "auto",
 ) -> TwoMemories:
     r"""Write keys and values into M slots, and attend to the slots.
 
@@ -62,7 +61,7 @@ def two_memories(
             batch row is a sequence.
         context: The processes that hold the other tokens of the rows; see `delta_rule`. None: all
             tokens are here.
-        impl: "auto", or a named implementation of `delta_rule`.
+        impl: "auto", "triton", "torch" or "reference"; a named one runs or raises with the reason.
 
     Returns:
         o [B, T, H, V] in v's dtype, and the two memories after the last token.

@@ -11,7 +11,7 @@ from deltarule.shapes import Beta, Decay, Erase, Keys, Queries, Values
 
 
 class Explanation(NamedTuple):
-    """One row: an implementation, whether it would run, and the reason."""
+    """One row: an implementation, whether impl="auto" would choose it, and the reason."""
 
     impl: str
     runs: bool
@@ -28,13 +28,16 @@ def explain(
     a: Erase | None = None,
     b: Erase | None = None,
     n_steps: int = 1,
+    scale: float | None = None,
     normalize_qk: bool = False,
     cu_seqlens: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> list[Explanation]:
     """Say for each implementation whether impl="auto" would choose it for these arguments.
 
     This is for `delta_rule` and `dplr`. Of `selective_scan`, `mesa`, `ttt` and `titans` a call with
-    impl="triton" raises with the reason.
+    impl="triton" raises with the reason. Leave out the arguments that decide nothing:
+    initial_state, return_state, save_states, context and return_transition.
 
     Args:
         q: Queries [B, T, H, K]; `torch.empty(..., device="meta")` will do, only shapes are read.
@@ -45,8 +48,10 @@ def explain(
         a: As for `dplr`.
         b: As for `dplr`.
         n_steps: As for `delta_rule`.
+        scale: As for `delta_rule`.
         normalize_qk: As for `delta_rule`.
         cu_seqlens: As for `delta_rule`.
+        batch_invariant: As for `delta_rule`.
 
     Returns:
         One row for each implementation, in the order of preference.
@@ -60,8 +65,9 @@ def explain(
         >>> [row.impl for row in explain(q, k, v, beta=None) if row.runs]
         ['torch']
     """
-    inputs = Inputs(q, k, v, beta, a, b, log_decay, None, cu_seqlens, n_steps, 1.0, normalize_qk)
-    inputs = check_arguments(inputs, None)
+    options = n_steps, 1.0, normalize_qk, batch_invariant
+    inputs = Inputs(q, k, v, beta, a, b, log_decay, None, cu_seqlens, *options)
+    inputs = check_arguments(inputs, scale)
     call = Request(inputs)
     chosen = first_that_runs(IMPLEMENTATIONS, call)
     rows = []

@@ -11,11 +11,11 @@ from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, Step, 
 from deltarule.ops.delta_rule.implementations import Request, run_reference
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
-from deltarule.ops.dispatch import Impl, Table, choose, why_no_triton
+from deltarule.ops.dispatch import Table, choose, why_no_triton
 from deltarule.ops.few_tokens import MAX_TOKENS, check_no_gradient
 from deltarule.ops.history import offsets_of
 from deltarule.ops.in_place import InPlace
-from deltarule.ops.plain import forms
+from deltarule.ops.plain import PlainImpl, forms
 from deltarule.ops.pools import check_indices, check_pool, check_room
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
 
@@ -42,7 +42,7 @@ def recurrent_step(
     state_indices: Tensor | None = None,
     null_index: int = -1,
     states: Tensor | None = None,
-    impl: Impl = "auto",
+    impl: PlainImpl = "auto",
 ) -> Outputs:
     r"""Carry a state over 1 to 16 new tokens, writing it back in place.
 

@@ -1,6 +1,6 @@
 """The operator for every system whose memory is one filter over all that came before."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +13,7 @@ from deltarule.ops.history import last_rows, sequence_of, token_rows, with_histo
 from deltarule.ops.long_convolution import definition as reference
 from deltarule.ops.long_convolution.inputs import check_convolution
 from deltarule.ops.long_convolution.torch import operator
-from deltarule.ops.plain import PlainImpl, count_sequences, run_plain
+from deltarule.ops.plain import count_sequences, run_plain
 from deltarule.shapes import Keys, Offsets, Queries, RecurrentOutput, Values
 
 
@@ -27,7 +27,7 @@ def long_convolution(
     lengths: Int[Tensor, "B"] | None = None,
     cu_seqlens: Offsets | None = None,
     return_state: bool = True,
-    impl: PlainImpl = "auto",
+    impl: Literal["auto", "reference", "torch"] = "auto",
 ) -> RecurrentOutput:
     r"""Weigh each earlier token by how long ago it was, with one filter for each head.
 

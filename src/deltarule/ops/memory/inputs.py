@@ -35,7 +35,7 @@ def capability(device: int | None) -> int:
 
 def why_not_triton(arguments: Arguments, mini_batch: int) -> str | None:
     q, v, maps = arguments["q"], arguments["v"], arguments["initial_state"].weights
-    if (reason := why_not_fused(q)) is not None:
+    if (reason := why_not_fused(q, "q")) is not None:
         return reason
     if (major := capability(q.device.index)) not in CAPABILITIES:
         return (

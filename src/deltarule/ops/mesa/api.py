@@ -36,7 +36,7 @@ Iterations = int | Literal["auto"] | None
 
 def why_not_triton(arguments: Arguments) -> str | None:
     """Why the conjugate gradients do not run in Triton, or None; the rest is PyTorch either way."""
-    if (reason := why_not_fused(arguments["q"])) is not None:
+    if (reason := why_not_fused(arguments["q"], "q")) is not None:
         return reason
     if arguments["iterations"] is None:
         return "the exact solution is PyTorch's: give a number of iterations"

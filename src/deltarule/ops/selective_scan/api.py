@@ -6,11 +6,11 @@ from torch import Tensor
 from deltarule.ops import checks
 from deltarule.ops.context import Context, check_context
 from deltarule.ops.context.exchange import starting_state
-from deltarule.ops.dispatch import Impl, choose, why_no_triton, without_autocast
+from deltarule.ops.dispatch import choose, why_no_triton, without_autocast
 from deltarule.ops.few_tokens import decodes
 from deltarule.ops.folding import MORE_HEADS
 from deltarule.ops.operators import Backend, Recurrence
-from deltarule.ops.plain import count_sequences, forms
+from deltarule.ops.plain import PlainImpl, count_sequences, forms
 from deltarule.ops.selective_scan import definition as reference
 from deltarule.ops.selective_scan import torch as plain
 from deltarule.ops.selective_scan.inputs import ScanInputs
@@ -72,7 +72,7 @@ def selective_scan(
     cu_seqlens: Offsets | None = None,
     return_state: bool = True,
     context: Context | None = None,
-    impl: Impl = "auto",
+    impl: PlainImpl = "auto",
 ) -> RecurrentOutput:
     r"""Decay each entry of a matrix state on its own, write a value there, and read.
 

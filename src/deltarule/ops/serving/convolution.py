@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.ops.checks import check_axes, check_dense, readable, shape
-from deltarule.ops.dispatch import Impl, choose
+from deltarule.ops.dispatch import choose
 from deltarule.ops.few_tokens import check_no_gradient
 from deltarule.ops.fused import short_conv as fused
 from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.ops.history import offsets_of, sequence_of, token_rows, with_history
 from deltarule.ops.pack import check_cu_seqlens
-from deltarule.ops.plain import forms
+from deltarule.ops.plain import PlainImpl, forms
 from deltarule.ops.pools import check_pool, check_room, check_slots
 from deltarule.ops.serving import definition
 from deltarule.ops.serving.pool import read, write
@@ -60,7 +60,7 @@ def pool_convolution(
     null_index: int = -1,
     cu_seqlens: Offsets | None = None,
     out: Tensor | None = None,
-    impl: Impl = "auto",
+    impl: PlainImpl = "auto",
 ) -> Hidden:
     r"""Convolve each channel over time, after the earlier inputs that a pool holds.
 

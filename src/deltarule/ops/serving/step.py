@@ -10,11 +10,11 @@ from deltarule.ops.delta_rule.implementations import Request, run_reference
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.step import STATE_DTYPES, triton_step, why_not_triton
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
-from deltarule.ops.dispatch import Impl, Table, choose
+from deltarule.ops.dispatch import Table, choose
 from deltarule.ops.few_tokens import check_no_gradient
 from deltarule.ops.history import offsets_of
 from deltarule.ops.in_place import InPlace
-from deltarule.ops.plain import forms
+from deltarule.ops.plain import PlainImpl, forms
 from deltarule.ops.pools import check_indices, check_pool, check_room
 from deltarule.ops.serving.pool import read, write
 from deltarule.shapes import Beta, Decay, Erase, Keys, Offsets, Outputs, Queries, State, Values
@@ -38,7 +38,7 @@ def pool_step(
     null_index: int = -1,
     cu_seqlens: Offsets | None = None,
     out: Tensor | None = None,
-    impl: Impl = "auto",
+    impl: PlainImpl = "auto",
 ) -> Outputs:
     r"""Advance the states of a pool by a few tokens of each row, drafted ones or not.
 

@@ -30,7 +30,7 @@ MAX_CHANNELS = 256
 def why_not_triton(inputs: SLSTMInputs) -> str | None:
     if (size := inputs.gates.shape[-1]) > MAX_CHANNELS:
         return f"the Triton kernels take heads of up to {MAX_CHANNELS} channels, got {size}"
-    return why_not_fused(inputs.gates)
+    return why_not_fused(inputs.gates, "gates")
 
 
 def backend_of(name: str, inputs: SLSTMInputs) -> Any:
