@@ -1,5 +1,7 @@
 """Experts beside a loop over tokens in float64: every way to choose, and every dtype."""
 
+import re
+
 import pytest
 import torch
 
@@ -14,6 +16,30 @@ WAYS = {
     "shared": {"shared_size": 24, "shared_gate": True},
     "relu2": {"activation": "relu2", "shared_size": 24},
 }
+
+
+# What is refused as in `ModelConfig`, whose tests have the others.
+WRONG = {
+    "scoring_func must be one of softmax, sigmoid, got 'sigmod': did you mean 'sigmoid'?":
+        {"scoring_func": "sigmod"},
+    "activation must be one of silu, relu2, got 'gelu'": {"activation": "gelu"},
+    "num_experts_per_tok must be at most 8": {"num_experts_per_tok": 9},
+    "num_experts must be an integer of 1 or more, got 0": {"num_experts": 0},
+    "n_group must divide num_experts=8, got 3": {"n_group": 3},
+    "topk_group must be an integer of 1 or more, got 0": {"topk_group": 0},
+    "routed_scaling_factor must be a finite number above 0": {"routed_scaling_factor": 0},
+    "norm_topk_prob must be True or False, got 'no'": {"norm_topk_prob": "no"},
+    "shared_size must be an integer of 0 or more, got -1": {"shared_size": -1},
+    "shared_gate must be False without a shared_size, got True": {"shared_gate": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_options_are_named(message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(**WRONG[message])
+    with pytest.raises(ValueError, match="mlp_size must be an integer of 1 or more, got 0"):
+        Experts(16, 0, **SIZES)
 
 
 def make(**options):

@@ -10,7 +10,7 @@ from typing import Any
 from deltarule.nearest import check_known
 from deltarule.nn import MIXERS, checks
 from deltarule.nn.checks import check_that
-from deltarule.nn.experts import ROUTING
+from deltarule.nn.experts import ROUTING, check_routing
 from deltarule.nn.state import MOST_LAYERS
 
 # Integers that may be zero; the others may not.
@@ -156,16 +156,9 @@ def _parts(options: Mapping[str, Any]) -> set[str]:
 
 
 def _check_experts(config: Any) -> None:
-    inner, experts, groups = config.moe_intermediate_size, config.num_experts, config.n_group
+    inner = config.moe_intermediate_size
     said = "moe_intermediate_size must be given where there are experts"
     check_that(inner is not None, said, inner)
-    check_that(experts % groups == 0, f"n_group must divide num_experts={experts}", groups)
-    said = f"topk_group must be at most n_group={groups}"
-    check_that(config.topk_group <= groups, said, config.topk_group)
-    most, chosen = experts // groups * config.topk_group, config.num_experts_per_tok
-    said = f"num_experts_per_tok must be at most {most}, the experts a token can choose"
-    check_that(chosen <= most, said, chosen)
-    if groups > 1 and experts < 2 * groups:
-        raise ValueError(f"n_group must leave two experts or more in a group, got {groups}")
+    check_routing(config)
     if config.shared_expert_gate and not config.shared_expert_intermediate_size:
         raise ValueError("shared_expert_gate=True needs a shared_expert_intermediate_size")

@@ -4,14 +4,17 @@ p = scores(W x)        chosen = the k largest of p + bias
 y = sum_e w_e expert_e(x) + shared(x)        expert_e(x) = down_e(SiLU(gate_e x) * up_e x)
 """
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltarule.nearest import check_known
+from deltarule.nn.checks import above_zero, check_integer, check_that
 from deltarule.nn.linears import wide_product
 from deltarule.nn.mlp import HiddenActivation, make_mlp
+from deltarule.ops.checks import check_flags
 from deltarule.shapes import Hidden
 
 Scores = Literal["softmax", "sigmoid"]
@@ -48,6 +51,9 @@ class Experts(nn.Module):
         shared_gate: Whether sigmoid of a projection of x multiplies that network's output.
         activation: "silu" with a gate, or "relu2" without, in every one of them.
 
+    Raises:
+        ValueError: A size is out of range, or a word is unknown; the message names it.
+
     Examples:
         >>> Experts(8, 16, num_experts=4, num_experts_per_tok=2)(torch.zeros(1, 3, 8)).shape
         torch.Size([1, 3, 8])
@@ -80,6 +86,14 @@ class Experts(nn.Module):
         self.norm_topk_prob, self.routed_scaling_factor = norm_topk_prob, routed_scaling_factor
         self.n_group, self.topk_group, self.activation = n_group, topk_group, activation
         self.scoring_func = scoring_func
+        check_routing(self)
+        check_known("activation", activation, get_args(HiddenActivation))
+        check_integer("hidden_size", hidden_size, 1)
+        check_integer("mlp_size", mlp_size, 1)
+        check_integer("shared_size", shared_size, 0)
+        check_flags({"shared_gate": shared_gate})
+        said = "shared_gate must be False without a shared_size"
+        check_that(bool(shared_size) or not shared_gate, said, shared_gate)
         self.router = nn.Linear(hidden_size, num_experts, bias=False)
         bias = torch.zeros(num_experts) if scoring_func == "sigmoid" else None
         self.register_buffer("e_score_correction_bias", bias)
@@ -153,6 +167,24 @@ class Experts(nn.Module):
         if self.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         return weights * self.routed_scaling_factor, chosen
+
+
+def check_routing(options: Any) -> None:
+    """Refuse what `ROUTING` names, of a layer or a model, where no token could choose by it."""
+    for name in ("num_experts", "num_experts_per_tok", "n_group", "topk_group"):
+        check_integer(name, getattr(options, name), 1)
+    check_known("scoring_func", options.scoring_func, get_args(Scores))
+    check_flags({"norm_topk_prob": options.norm_topk_prob})
+    above_zero("routed_scaling_factor", options.routed_scaling_factor)
+    experts, groups = options.num_experts, options.n_group
+    check_that(experts % groups == 0, f"n_group must divide num_experts={experts}", groups)
+    said = f"topk_group must be at most n_group={groups}"
+    check_that(options.topk_group <= groups, said, options.topk_group)
+    most, chosen = experts // groups * options.topk_group, options.num_experts_per_tok
+    said = f"num_experts_per_tok must be at most {most}, the experts a token can choose"
+    check_that(chosen <= most, said, chosen)
+    few = groups > 1 and experts < 2 * groups
+    check_that(not few, "n_group must leave two experts or more in a group", groups)
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
