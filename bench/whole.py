@@ -97,6 +97,9 @@ def attempt(
 ) -> None:
     """File the figures of each case; what one of them raises is its row."""
 
+    if device() == "cpu":
+        print("PyTorch sees no CUDA device: timed on the CPU, unasked the 1M model alone")
+
     def found() -> Iterator[results.Found]:
         for name, peer, options in cases:
             figures = attempted(partial(time, peer, SIZES[name], device(), **options))

@@ -73,6 +73,8 @@ COMMANDS = {
 PATIENCE_S = 10.0
 # What torchrun may start on several processes.
 SPREAD = ("train text",)
+# First words of commands that are no commands alone.
+GROUPS = ("train", "plot")
 # What a checkout has beside the package, and the first words of its commands.
 BESIDE = {"bench": "bench", "experiments": "reproduce"}
 
@@ -159,7 +161,7 @@ def run(words: list[str]) -> int:
         say(f"error: {words[0]} needs a checkout: git clone deltarule, then pip install -e .")
         return FAILED
     two = " ".join(words[:2])
-    name = two if words[0] == "train" or two in commands else words[0]
+    name = two if words[0] in GROUPS or two in commands else words[0]
     if name not in commands:
         return unknown(name, words)
     command = commands[name]
@@ -251,7 +253,7 @@ def overview() -> str:
 
 
 def unknown(name: str, words: list[str]) -> int:
-    if words == ["train"] or words[:2] in (["train", "-h"], ["train", "--help"]):
+    if words == ["train"] or (words[0] in GROUPS and words[1:2] in (["-h"], ["--help"])):
         print(overview())
         return 0 if len(words) > 1 else MISUSED
     commands = [*COMMANDS, *BESIDE.values()]

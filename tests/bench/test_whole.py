@@ -29,11 +29,12 @@ def test_generation_is_timed_beside_its_floor(peer, tmp_path):
 
 
 @pytest.mark.parametrize("peer", ["deltarule", "transformers"])
-def test_training_is_timed(peer, tmp_path):
+def test_training_is_timed(peer, tmp_path, capsys):
     if peer == "transformers":
         pytest.importorskip("transformers")
     output = tmp_path / "train.json"
     whole.bench_train(whole.TrainBenchRun(model=("1M",), peer=(peer,), output=output))
+    assert "no CUDA device: timed on the CPU" in capsys.readouterr().out
     (row,) = json.loads(output.read_text())["rows"]
     assert row["eager_ms"] > 0
     assert "graph_ms" not in row

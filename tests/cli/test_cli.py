@@ -69,6 +69,7 @@ FAILS = [
     (["train", "text", "--data", ""], "--data : there is no such file"),
     (["train", "text", "--runs", __file__], "test_cli.py/text: Not a directory\n"),
     (["train", "text", "--layer-types", "gated_deltane"], "did you mean 'gated_deltanet'"),
+    (["train", "text", "--layer-types", "kda,attention"], "separate names by spaces"),
     (["train", "mqar", "--layer-types", "lstm"], "lstm"),
     (["train", "text", "--device", "cuda:77"], "--device cuda:77"),
     (["generate", "/no/such/run"], "/no/such/run"),
@@ -91,12 +92,12 @@ FAILS = [
     (["train", "text", "--name", "../up"], "plain name"),
     (["warmup", "--config", __file__], "test_cli.py: not JSON: "),
     (["warmup", "--config", "/no/such"], "/no/such: cannot be read: No such file"),
-    (["convert", __file__, "b"], "test_cli.py: no folder here; names on a hub"),
+    (["convert", __file__, "b"], "test_cli.py: a file; give its folder"),
 ]
 # What is no command, no flag, no number, or one out of range.
 MISUSES = [
     ("trian", "train"), ("train txt", "train text"), ("zz", "eval"),
-    ("plot", "known: plot attention\n"),
+    ("plot", "known: plot attention\n"), ("plot attentions X", "did you mean 'plot attention'?"),
     ("train text --lr x", "Error parsing --lr: "), ("train text --batch-token 3", "Perhaps you"),
     ("train text --window x", "- None: ['x'] does not match"),
     ("train text --lr -1", "deltarule: error: lr must be 0 or more, got -1.0\n"),

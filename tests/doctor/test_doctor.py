@@ -110,10 +110,12 @@ def test_a_kernel_that_raises_is_a_finding(monkeypatch) -> None:
     assert implementations.refusal_of(name)
 
 
-def test_a_damaged_file_is_no_finding(own_cache) -> None:
+def test_a_damaged_file_is_no_finding(own_cache, capsys) -> None:
     path = keep_verdicts([])
     path.write_text("{")
     assert machine.load_findings() == {}
+    diagnose(DoctorRun(show=True))
+    assert capsys.readouterr().out == "no verdicts yet; deltarule doctor makes them\n"
 
 
 @pytest.mark.parametrize(

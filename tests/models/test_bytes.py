@@ -41,7 +41,7 @@ def test_a_stream_equals_decoding_at_once_on_damaged_bytes():
     assert decode(tokens) == "".join(part.decode("utf-8", "replace") for part in whole)
 
 
-@pytest.mark.parametrize("token", [-1, 257])
+@pytest.mark.parametrize("token", [-1, 257, "a", 1.5, None])
 def test_unknown_tokens_are_refused(token):
-    with pytest.raises(ValueError, match=f"got {token}"):
+    with pytest.raises(ValueError, match=f"token must be an integer .*, got {token!r}"):
         decode([token])

@@ -116,6 +116,7 @@ def test_the_width_of_the_mlp_follows_its_ratio(tmp_path):
         ("kda", {"hiden_size": 3}, "unknown option 'hiden_size'"),
         # What Mamba-2 keeps in it changes the model.
         ("kda", {"ssm_cfg": {}}, "unknown option 'ssm_cfg'"),
+        ("kda", {"hidden_act": "gelu"}, "got 'gelu': CausalLM has no option for it"),
         ("kda", {"num_heads": "two"}, "num_heads must be an integer"),
         ("kda", {"hidden_size": None}, "missing key 'hidden_size'"),
         ("kda", {"attn": {"layers": [0]}}, "missing key 'num_heads'"),

@@ -111,8 +111,9 @@ CUT = "truncated or malformed"
 DAMAGE = {
     "config truncated": (written(CONFIG, b'{"vocab_size": 2'), CONFIG, "not JSON"),
     "config not text": (written(CONFIG, b"\xff\xfe\x00"), CONFIG, "not UTF-8 text"),
-    "unknown key": (written(CONFIG, b'{"hiden_size": 3}'), CONFIG, "did you mean 'hidden_size'"),
-    "missing key": (written(CONFIG, b'{"vocab_size": 3}'), CONFIG, "missing key"),
+    "unknown key": (fields(hiden_size=3), CONFIG, "did you mean 'hidden_size'"),
+    "missing key": (written(CONFIG, b'{"layer_types": "kda"}'), CONFIG, "missing key"),
+    "no model_type": (written(CONFIG, b'{"d_model": 3}'), CONFIG, "no model_type: not a"),
     "no config": (lambda folder: (folder / CONFIG).unlink(), CONFIG),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), WEIGHTS),
     "too many layers": (fields(num_layers=10**9, layer_types=["kda"]), "must be at most"),
@@ -129,6 +130,8 @@ DAMAGE = {
         f"{length} bytes": (raw(lambda content, n=length: content[:n]), WEIGHTS, CUT)
         for length in (0, 3, 8, 9, 100, 3000, -1, -4000)
     },
+    "Git LFS": (raw(lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:0"),
+                WEIGHTS, "a Git LFS pointer, not the file: git lfs pull"),
     "bytes after the end": (raw(lambda content: content + b"more"), WEIGHTS, CUT),
     "missing tensor": (tensors(lambda t: t.pop("norm.weight")), "missing 'norm.weight'"),
     "unexpected tensor": (
@@ -187,7 +190,7 @@ def test_a_device_that_is_not_there_is_named(device, saved):
 
 def test_a_missing_folder_and_a_file_in_its_place(tmp_path, saved):
     refuses(tmp_path / "org" / "model", "org/model: no folder here; names on a hub are not")
-    refuses(saved / WEIGHTS, WEIGHTS)
+    refuses(saved / WEIGHTS, f"{WEIGHTS}: a file; give its folder")
     with pytest.raises(CheckpointError, match="is a file: a model is saved as a folder"):
         CausalLM.load(saved).save(saved / WEIGHTS)
 

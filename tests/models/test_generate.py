@@ -172,7 +172,7 @@ def test_finished_rows_cost_no_steps(make_model, monkeypatch):
         ({"repetition_penalty": None}, "repetition_penalty must be a number above 0, got None"),
         ({"repetition_penalty": 2.0, "draft": 3}, "draft must be 0 with a repetition_penalty"),
         ({"draft": -1}, "draft must be an integer of 0 or more"),
-        ({"draft": 16}, "draft must be below 16, got 16"),
+        ({"draft": 16}, "draft must be at most 15, got 16"),
         ({"draft": True}, "draft must be an integer of 0 or more"),
         ({"max_new_tokens": -1}, "max_new_tokens must be an integer of 0 or more, got -1"),
         ({"temperature": -1}, "temperature must be a finite number of 0 or more, got -1"),

@@ -28,6 +28,11 @@ def config(name: str, num_layers: int = 24, **changes) -> ModelConfig:
     )  # fmt: skip
 
 
+def test_a_wrong_name_suggests_the_nearest():
+    with pytest.raises(KeyError, match="there is no 'samda': did you mean 'samba'"):
+        PATTERNS["samda"]
+
+
 @pytest.mark.parametrize("name", {**FIRST, **PATTERNS})
 def test_layers(name):
     expected = tuple(FIRST[name].split())

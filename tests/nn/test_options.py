@@ -145,7 +145,7 @@ def test_numbers_of_numpy_become_those_of_python(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_unknown_options_are_type_errors(name):
-    with pytest.raises(TypeError, match="num_head"):
+    with pytest.raises(TypeError, match=rf"{MIXERS[name].__name__}\b.* 'num_head'"):
         MIXERS[name](HIDDEN, num_heads=2, num_head=2)
 
 

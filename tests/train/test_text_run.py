@@ -146,8 +146,11 @@ def test_eval_prints_and_draws_bits_by_position(folder, run, tmp_path, capsys):
     assert (folder / "positions.png").read_bytes().startswith(b"\x89PNG")
     other = tmp_path / "other.txt"
     other.write_text("".join(LINES))
+    drawn = (folder / "positions.png").read_bytes()
     evaluate_run(EvalRun(folder, data=str(other), length=16, max_bytes=300))
     printed = capsys.readouterr().out
+    assert f"drawn in {folder / 'positions-other.png'}" in printed
+    assert (folder / "positions.png").read_bytes() == drawn
     assert "held out" not in printed
     assert "300 bytes" in printed
 
@@ -158,7 +161,11 @@ def test_a_model_without_a_run_is_measured_on_the_data_that_are_given(folder, tm
     text.write_text("".join(LINES))
     of_run = evaluate_run(EvalRun(folder, data=str(text), length=16))
     capsys.readouterr()
-    assert evaluate_run(EvalRun(tmp_path / "alone", data=str(text), length=16)) == of_run
+    given = {"data": str(text), "length": 16, "output": tmp_path / "bits.png"}
+    before = sorted((tmp_path / "alone").iterdir())
+    assert evaluate_run(EvalRun(tmp_path / "alone", **given)) == of_run
+    assert (tmp_path / "bits.png").exists()
+    assert sorted((tmp_path / "alone").iterdir()) == before
     printed = capsys.readouterr().out
     assert "length 16" in printed
     assert "length 128" not in printed

@@ -56,8 +56,9 @@ class DoctorRun:
 def diagnose(run: DoctorRun) -> None:
     """Examine, print, keep; refuse to without a GPU or Triton, and name what failed."""
     if run.show:
-        print(f"{findings_file()}:")
-        for name, verdict in load_findings().items():
+        known = load_findings()
+        print(f"{findings_file()}:" if known else "no verdicts yet; deltarule doctor makes them")
+        for name, verdict in known.items():
             state = "passed" if verdict["passed"] else "FAILED"
             print(f"  {state}  {name}  {verdict['error'] or ''}")
         return

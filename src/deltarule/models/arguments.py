@@ -105,7 +105,7 @@ class Options:
             check_integer("seed", self.seed, smallest=0)
             check_that(self.seed < 2**63, "seed must be below 2**63", self.seed)
         check_integer("draft", self.draft, smallest=0)
-        check_that(self.draft < MAX_TOKENS, f"draft must be below {MAX_TOKENS}", self.draft)
+        check_that(self.draft < MAX_TOKENS, f"draft must be at most {MAX_TOKENS - 1}", self.draft)
         check_flags({"cuda_graphs": self.cuda_graphs})
 
 

@@ -69,8 +69,8 @@ class ByteDecoder:
         Raises:
             ValueError: The token lies outside [0, 257).
         """
-        if not 0 <= token < VOCAB_SIZE:
-            raise ValueError(f"token must lie in [0, {VOCAB_SIZE}), got {token}")
+        if not hasattr(token, "__index__") or not 0 <= token < VOCAB_SIZE:
+            raise ValueError(f"token must be an integer in [0, {VOCAB_SIZE}), got {token!r}")
         if token == BEGIN:
             return self.finish()
         return self._decoder.decode(bytes([token]))

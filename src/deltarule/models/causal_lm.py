@@ -122,7 +122,10 @@ class CausalLM(nn.Module):
         mask: Mask | None = None,
         context: Context | None = None,
     ) -> tuple[Hidden, ModelState]:
-        """Do all of `forward` but the head: the same arguments, [B, T, hidden_size] returned."""
+        """Do all of `forward` but the head: the same arguments.
+
+        x [B, T, hidden_size] is returned, and the state after the last token.
+        """
         check_inputs(self, tokens, state, cu_seqlens, mask, context)
         # What layers share within one pass, such as the first layer's values in RWKV-7.
         shared: dict[str, Tensor] = {}

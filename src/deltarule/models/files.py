@@ -17,6 +17,8 @@ from deltarule.json_file import fitted, parse_object, read_text
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# How what Git leaves in the place of a large file begins.
+LFS = b"version https://git-lfs"
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What transformers puts before the names of a model with a head, and of one beside others.
@@ -75,7 +77,9 @@ def naming(path: Path, kind: type[ValueError] = CheckpointError) -> Iterator[Non
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     if not Path(folder).is_dir():
-        raise CheckpointError(f"{folder}: no folder here; names on a hub are not looked up")
+        absent = "no folder here; names on a hub are not looked up"
+        why = "a file; give its folder" if Path(folder).is_file() else absent
+        raise CheckpointError(f"{folder}: {why}")
     path = _inside(Path(folder), CONFIG)
     with naming(path):
         return parse_object(read_text(path))
@@ -178,8 +182,10 @@ def _inside(folder: Path, name: str) -> Path:
 def _read_header(path: Path) -> dict[str, Place]:
     """Places by name, from a file that is a safetensors file from end to end."""
     with path.open("rb") as raw:
-        start = raw.read(9)
-    if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[8:] != b"{"):
+        start = raw.read(len(LFS))
+    if start == LFS:
+        raise ValueError("a Git LFS pointer, not the file: git lfs pull fetches it")
+    if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[8:9] != b"{"):
         raise ValueError(
             "is a pickle or a zip of one, which can run any code when it is read and is never "
             "opened here; convert it to safetensors where you trust it"

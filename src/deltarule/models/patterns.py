@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from deltarule.models.config_checks import MLP_PARTS
-from deltarule.nearest import nearest
+from deltarule.nearest import Named, nearest
 from deltarule.nn import MIXERS
 from deltarule.nn.checks import check_that
 
@@ -84,7 +84,7 @@ _PATTERNS = (
       for name, title, order, source in _ORDERS),
 )  # fmt: skip
 
-PATTERNS: dict[str, Pattern] = {pattern.name: pattern for pattern in _PATTERNS}
+PATTERNS = Named({pattern.name: pattern for pattern in _PATTERNS})
 
 
 def expand_layer_types(given: str | Sequence[str], num_layers: int) -> tuple[str, ...]:
@@ -100,9 +100,10 @@ def expand_layer_types(given: str | Sequence[str], num_layers: int) -> tuple[str
                     f"layer_types must be {name!r} alone: it is a pattern of layers, not the name "
                     "of one"
                 )
+            hint = nearest(name, [*MIXERS, *PATTERNS], before=": ")
+            hint = ": separate names by spaces" if "," in str(name) else hint
             raise ValueError(
-                f"layer_types names an unknown layer {name!r}"
-                f"{nearest(name, [*MIXERS, *PATTERNS], before=': ')}; "
+                f"layer_types names an unknown layer {name!r}{hint}; "
                 f"known: {', '.join([*MIXERS, *MLP_PARTS])}, or several joined by +; "
                 f"patterns: {', '.join(PATTERNS)}"
             )

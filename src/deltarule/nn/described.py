@@ -1,8 +1,10 @@
-"""What `help` says of a layer beside its own words: defaults, options, its state, an example."""
+"""What `help` says of a layer beside its own words, and errors of its options."""
 
+import inspect
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 EXAMPLE = """\
     >>> layer = {}(32, num_heads=2)
@@ -29,3 +31,12 @@ def described(text: str, defaults: str, state: str, options: Sequence[str], name
     others = "without those of convolutions, token shifts and counts of tokens"
     state = textwrap.fill(f"State: {state} numbers for each sequence, {others}.", 96)
     return "\n\n".join((head.rstrip(), defaults, state, args, example))
+
+
+def check_given(layer: type[Any], given: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Refuse arguments by the name of their layer; the constructor is one that layers share."""
+    try:
+        inspect.signature(layer.__init__).bind_partial(None, *given, **options)
+    except TypeError as error:
+        shown = ", ".join(inspect.signature(layer).parameters)
+        raise TypeError(f"{layer.__name__}: {error}; it takes {shown}") from None

@@ -14,7 +14,7 @@ from torch import nn
 
 from deltarule.nn import checks
 from deltarule.nn.checks import COMMON, REASONS, SPECTRA, check_that
-from deltarule.nn.described import described
+from deltarule.nn.described import check_given, described
 from deltarule.nn.frame import Frame
 from deltarule.nn.norm import GatedGroupNorm, GatedRMSNorm, GateOnly
 from deltarule.nn.roles import Role
@@ -144,6 +144,10 @@ class Mixer(Frame):
             "feature_map": f"feature_map = {cls.default_feature_map}",
         }  # fmt: skip
 
+    def __new__(cls, *given: Any, **options: Any) -> Self:
+        check_given(cls, given, options)
+        return super().__new__(cls)
+
     def __init__(
         self,
         hidden_size: int,
@@ -210,9 +214,8 @@ class Mixer(Frame):
         self.qk_norm, self.normalizer = qk_norm, checks.default(normalizer, divides)
         self.output_norm: OutputNorm = checks.default(output_norm, "head")
         self.norm_of_all = self.norm_of_all or output_norm == "all"
-        neutral: dict[str, object] = {"conv_size": 0, "n_steps": 1, "output_norm": "head"}
+        neutral = {"conv_size": 0, "n_steps": 1, "output_norm": "head", "normalizer": divides}
         neutral |= {"num_v_heads": num_heads, "head_k_dim": 1, "head_v_dim": self.head_k_dim}
-        neutral["normalizer"] = divides
         checks.check_meant(self.rule.name, self.takes, given, neutral)
         words = {"qk_norm": qk_norm, "output_norm": output_norm, "spectrum": spectrum}
         checks.check_words({"feature_map": self.feature_map, **words})
@@ -229,11 +232,9 @@ class Mixer(Frame):
 
     @classmethod
     def from_config(cls, config: Any, layer_index: int) -> Self:
-        """Build the layer at layer_index of a model; options that mean nothing are left out.
+        """Build a model's layer layer_index, from 0; options that mean nothing are left out.
 
-        Args:
-            config: A `deltarule.models.ModelConfig`, or whatever has its fields.
-            layer_index: From 0.
+        `config` is a `deltarule.models.ModelConfig`, or whatever has its fields.
         """
         taken = filter(cls.takes, inspect.signature(cls.__init__).parameters)
         given = {n: getattr(config, n) for n in taken if hasattr(config, n)} | cls.heads(config)

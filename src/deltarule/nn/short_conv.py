@@ -30,6 +30,13 @@ class ShortConv(nn.Module):
         size: Taps W, at least 1; the last weighs the token itself.
         activated: Whether SiLU follows.
         bias: Whether each channel has a bias, which begins at zero.
+
+    Examples:
+        >>> from deltarule.nn.layout import make_layout
+        >>> convolution, x = ShortConv(8), torch.randn(2, 5, 8)
+        >>> y, history = convolution(x, None, make_layout(x, None, None))
+        >>> y.shape, history.shape  # of the next tokens in place of None
+        (torch.Size([2, 5, 8]), torch.Size([2, 3, 8]))
     """
 
     bias: nn.Parameter | None
@@ -48,7 +55,10 @@ class ShortConv(nn.Module):
         return weight.new_zeros(sequences, weight.shape[1] - 1, weight.shape[0])
 
     def forward(self, x: Tensor, history: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Convolve x [B, T, D] after history [N, R, D] or zeros; return y and the next history."""
+        """Convolve x [B, T, D] after history [N, R, D] or zeros; return y and the next history.
+
+        `layout` is what `make_layout` says of x and its padding.
+        """
         return short_convolution(x, self.weight, history, layout, self.activated, self.bias)
 
 

@@ -34,13 +34,15 @@ class EvalRun:
     """Measure on at most this many bytes."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
+    output: Path | None = None
+    """Where the PNG goes; None is positions.png in the run's folder, with --data positions-DATA."""
 
     def __post_init__(self) -> None:
         check_least(self, 1, "length", "max_bytes")
 
 
 def evaluate_run(run: EvalRun) -> list[evaluate.PositionBin]:
-    """Print bits per byte by length and by position, and write positions.png into the folder."""
+    """Print bits per byte by length and by position, and draw those by position."""
     model = load_model(run.folder, choose_device(run.device))
     folder = run_of(run.folder)
     encoder = tokens_of(folder, model.config.vocab_size)
@@ -65,7 +67,9 @@ def evaluate_run(run: EvalRun) -> list[evaluate.PositionBin]:
     print("\n    position   bits per byte        bytes")
     for b in bins:
         print(f"{f'{b.first}-{b.last}':>12} {b.bits_per_byte:>15.3f} {b.num_bytes:>12,}")
-    path = folder / "positions.png"
+    # The figure of the part held out of training stays.
+    of_data = "" if run.data is None else f"-{Path(run.data).resolve().stem}"
+    path = folder / f"positions{of_data}.png" if run.output is None else run.output
     trained_length = trained.length if of_run else None
     position_curve(bins, path, trained_length=trained_length, levels=levels)
     print(f"\ndrawn in {path}")

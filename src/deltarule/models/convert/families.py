@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from deltarule.models.config import MODEL_TYPE
+from deltarule.models.config import MODEL_TYPE, RENAMED
 from deltarule.models.convert import (
     fla,
     gated_deltanet,
@@ -28,6 +28,8 @@ FAMILIES: dict[str, Family] = {
 def family_of(stored: dict[str, Any]) -> Family | None:
     """The family of a config.json; None for this library's own."""
     model_type = stored.get("model_type", MODEL_TYPE)
+    if not {"model_type", "layer_types", RENAMED["layer_types"]} & {*stored}:
+        raise ValueError("no model_type: not a checkpoint of this library or of a known family")
     return None if model_type == MODEL_TYPE else named(model_type, "model_type")
 
 

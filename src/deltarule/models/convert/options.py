@@ -89,7 +89,7 @@ class Fields:
         """Take an option of which only some values can be said here; absent, it is the first."""
         value = self.left.pop(name, known[0])
         said = f"{name} must be {' or '.join(map(repr, known))}"
-        check_that(value in known, said, value, "no option of CausalLM says that")
+        check_that(value in known, said, value, "CausalLM has no option for it")
 
     def drop(self, *names: str) -> None:
         for name in names:
