@@ -116,6 +116,14 @@ def test_half_precision_and_autocast():
         assert relative_rms(found.double(), expected) < 0.02
 
 
+def test_a_router_that_is_more_than_a_product_is_called():
+    """As one with an adapter (LoRA), or in 8 bits."""
+    layer, x = make(), torch.randn(2, 7, 16, dtype=torch.float64)
+    expected, plain = layer(x), layer.router
+    layer.router = torch.nn.Sequential(plain)
+    assert torch.equal(layer(x), expected)
+
+
 def test_rows_of_odd_sizes_and_no_rows():
     layer = Experts(5, 3, num_experts=4, num_experts_per_tok=4)
     assert layer(torch.randn(1, 3, 5)).shape == (1, 3, 5)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deltarule.nearest import check_known
 from deltarule.nn.checks import above_zero, check_integer, check_that
-from deltarule.nn.linears import wide_product
+from deltarule.nn.linears import as_multiplied, weight_of, wide_product
 from deltarule.nn.mlp import HiddenActivation, make_mlp
 from deltarule.ops.checks import check_flags
 from deltarule.shapes import Hidden
@@ -118,20 +118,18 @@ class Experts(nn.Module):
         order = place.argsort(stable=True)
         of_expert = torch.arange(count, device=x.device)
         ends = torch.searchsorted(place[order], of_expert, right=True, out_int32=True)
-        dtype = x.dtype
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-        given = rows.to(dtype)[order // self.num_experts_per_tok]
+        rows = as_multiplied(rows)
+        given = rows[order // self.num_experts_per_tok]
         if count < self.num_experts:
             given = given.masked_fill(elsewhere[order].unsqueeze(-1), 0)
-        inner = grouped_product(given, self.up_proj.to(dtype), ends)
+        inner = grouped_product(given, self.up_proj.to(rows.dtype), ends)
         if self.activation == "silu":
             gate, up = inner.chunk(2, -1)
             inner = F.silu(gate) * up
         else:
             inner = F.relu(inner).square()
         # Each token's experts side by side again: summed in one order, whatever else is there.
-        y = grouped_product(inner, self.down_proj.to(dtype), ends)[order.argsort()]
+        y = grouped_product(inner, self.down_proj.to(rows.dtype), ends)[order.argsort()]
         if count < self.num_experts:
             y = y.masked_fill(elsewhere.unsqueeze(-1), 0)
         y = y.unflatten(0, (-1, self.num_experts_per_tok))
@@ -152,7 +150,8 @@ class Experts(nn.Module):
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen experts of rows [N, hidden_size] and their weights, [N, k] each."""
-        logits = wide_product(rows, self.router.weight)
+        weight = weight_of(self.router)
+        logits = self.router(rows) if weight is None else wide_product(rows, weight)
         scores = logits.softmax(-1) if self.scoring_func == "softmax" else logits.sigmoid()
         choice = scores.detach()
         if self.e_score_correction_bias is not None:
