@@ -128,3 +128,12 @@ def test_rows_of_odd_sizes_and_no_rows():
     layer = Experts(5, 3, num_experts=4, num_experts_per_tok=4)
     assert layer(torch.randn(1, 3, 5)).shape == (1, 3, 5)
     assert layer(torch.zeros(1, 0, 5)).shape == (1, 0, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_compile_in_every_precision(dtype):
+    """To the compiler PyTorch's grouped product has bfloat16 alone."""
+    torch.compiler.reset()
+    layer, x = make().to(dtype), torch.randn(2, 7, 16, dtype=dtype)
+    compiled = torch.compile(layer, backend="eager", fullgraph=dtype == torch.bfloat16)
+    torch.testing.assert_close(compiled(x), layer(x))

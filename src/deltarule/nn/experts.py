@@ -200,6 +200,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def is_grouped(weight: Tensor) -> bool:
-    """PyTorch's grouped product has no float64, and takes rows of a multiple of 16 bytes."""
+    """PyTorch's grouped product takes rows of 16 bytes, no float64, and compiled only bfloat16."""
     whole = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
-    return whole and weight.dtype != torch.float64
+    other = weight.dtype == torch.float64 or torch.compiler.is_compiling()
+    return whole and (weight.dtype == torch.bfloat16 or not other)
