@@ -148,8 +148,7 @@ def error_case(case: Row, setting: Setting) -> Row:
     side, exactly = adapters.side(setting.peer, name, setting.impl), adapters.exact_side(name)
 
     def errors(with_gradients: bool) -> Row:
-        wide = {name: x.double() for name, x in inputs.items()}
-        exact = results(exactly.through, wide, with_gradients)
+        exact = results(exactly.through, widened(inputs), with_gradients)
         found = results(side.through, inputs, with_gradients)
         return {x: relative_rms(found[x], exact[x]) for x in exact if x in found}
 
@@ -160,6 +159,10 @@ def error_case(case: Row, setting: Setting) -> Row:
     except Exception as error:
         # A peer may refuse the backward pass alone.
         return {"errors": errors(with_gradients=False), "backward_error": reason(error)}
+
+
+def widened(inputs: Tensors) -> Tensors:
+    return {name: x.double() for name, x in inputs.items()}
 
 
 def results(
