@@ -69,7 +69,7 @@ FAILS = [
     (["train", "text", "--data", ""], "--data : there is no such file"),
     (["train", "text", "--runs", __file__], "test_cli.py/text: Not a directory\n"),
     (["train", "text", "--layer-types", "gated_deltane"], "did you mean 'gated_deltanet'"),
-    (["train", "text", "--layer-types", "kda,attention"], "separate names by spaces"),
+    (["train", "text", "--layer-types", "kda,attention"], "give each name apart"),
     (["train", "mqar", "--layer-types", "lstm"], "lstm"),
     (["train", "text", "--device", "cuda:77"], "--device cuda:77"),
     (["generate", "/no/such/run"], "/no/such/run"),

@@ -69,7 +69,7 @@ def test_the_page_has_every_field_and_every_argument_of_generate_in_its_tables()
         ({"layer_types": ("kda", "atention")}, "did you mean 'attention'"),
         ({"layer_types": ("kda",) * 3}, "pattern of 3 names, which does not divide num_layers=4"),
         ({"layer_types": ("kda",) * 8}, "pattern of 8 names"),
-        ({"layer_types": ("kda,attention",)}, "layer 'kda,attention': separate names by spaces;"),
+        ({"layer_types": ("kda,attention",)}, "layer 'kda,attention': give each name apart;"),
         ({"layer_types": ()}, "layer_types must be a name or a tuple"),
         ({"layer_types": (3,)}, "unknown layer 3"),
         ({"num_v_heads": 3}, "num_v_heads must be a multiple of num_heads=2, got 3"),

@@ -124,6 +124,16 @@ def test_a_router_that_is_more_than_a_product_is_called():
     assert torch.equal(layer(x), expected)
 
 
+def test_a_hook_on_the_router_sees_it_and_moves_no_choice():
+    layer, x = make().bfloat16(), torch.randn(2, 200, 16, dtype=torch.bfloat16)
+    expected, seen = layer(x), []
+    layer.router.register_forward_hook(lambda module, given, logits: seen.append(logits.dtype))
+    assert torch.equal(layer(x), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer.float()(x.float())
+    assert seen == [torch.float32] * 2
+
+
 def test_rows_of_odd_sizes_and_no_rows():
     layer = Experts(5, 3, num_experts=4, num_experts_per_tok=4)
     assert layer(torch.randn(1, 3, 5)).shape == (1, 3, 5)

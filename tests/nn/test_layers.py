@@ -108,7 +108,7 @@ FIRST_CALLS = """
 import sys
 import tempfile
 import torch
-from deltarule.models import CausalLM
+from deltarule.models import CausalLM, ModelConfig, count_parameters
 from nn.layers import NAMES, inputs, make
 from small import small_model
 
@@ -120,6 +120,8 @@ for name, options in [*((name, {}) for name in NAMES), ("deltanet", {"feature_ma
         make(name, **options)(inputs(2, 1), state)
         small_model(name, **options).save(folder)
         CausalLM.load(folder).generate([[1, 2]], max_new_tokens=2)
+    sizes = {"vocab_size": 257, "hidden_size": 2048, "num_layers": 1, "num_heads": 16}
+    count_parameters(ModelConfig(**sizes, layer_types=name, **options))
     if loaded := COMPILER & set(sys.modules):
         print(name, *loaded)
         COMPILER -= loaded

@@ -329,6 +329,10 @@ def test_function_transforms_agree_with_autograd(operator, lengths):
     for row, gradient in zip(stacked, gradients, strict=True):
         leaf = row.clone().requires_grad_()
         assert_close(gradient, torch.autograd.grad(loss(leaf), leaf)[0], gradient=True)
+    # Of several gradients of one call, the backward alone is mapped.
+    _, backward = torch.func.vjp(loss, row)
+    (found,) = torch.vmap(backward)(torch.tensor([2.0, -1.0], dtype=v.dtype))
+    assert_close(found, torch.stack([2 * gradient, -gradient]), gradient=True)
 
 
 # As long as their siblings of one map together.

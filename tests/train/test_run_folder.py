@@ -8,6 +8,7 @@ import torch
 from deltarule.parallel import World
 from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.loop import LoopOptions
+from deltarule.train.metrics import Metrics
 from deltarule.train.run_folder import (
     DataFacts,
     RunFolderError,
@@ -107,21 +108,23 @@ def test_who_only_looks_at_runs_writes_nothing(tmp_path, capsys):
 def test_a_start_that_fails_changes_no_run(tmp_path):
     run = TextRun(runs=tmp_path, name="a", loop=LoopOptions(steps=10))
     folder = start(run)
-    checkpoints, before = Checkpoints(folder / "checkpoints"), (folder / "run.json").read_text()
+    before = (folder / "run.json").read_text()
+    with Metrics(folder / "metrics.jsonl", after=0) as metrics:
+        metrics.write({"step": 5})
     more = dataclasses.replace(run, resume=True, loop=LoopOptions(steps=20))
 
-    def fail(step=None):
+    def fail(trains=False):
         with open_run(more, "train text", "text", ALONE, DATA):
-            if step is not None:
-                checkpoints.save(step, {}, {})
+            if trains:
+                Metrics(folder / "metrics.jsonl", after=5).__exit__()
             raise ValueError("does not fit")
 
     with pytest.raises(ValueError, match="does not fit"):
         fail()
     assert (folder / "run.json").read_text() == before
-    # What it had saved was of the longer run.
+    # What follows is of the longer run, also if it takes no step.
     with pytest.raises(ValueError, match="does not fit"):
-        fail(15)
+        fail(trains=True)
     assert stored_configuration(folder, TextRun, "train text").loop.steps == 20
 
 

@@ -29,6 +29,9 @@ Tokens = Int[Tensor, "B T"]
 Logits = Float[Tensor, "B T vocab"]
 # Numbers that are drawn in less than a millisecond.
 FEW = 2**16
+# Functions that make a tensor, and those whose result has the shape of their first argument.
+MAKES = ("empty", "randn", "zeros", "ones")
+KEEPS_SHAPE = ("normal_", "uniform_", "div_", "mul_", "mul", "__mul__", "rmul", "__rmul__")
 
 
 class CausalLM(nn.Module):
@@ -299,10 +302,11 @@ class NothingLarge(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The tensor as it is, or whatever else is asked for."""
         kwargs = kwargs or {}
-        if func.__name__ in ("empty", "randn"):
+        if func.__name__ in MAKES:
             x = torch.empty(*args, **kwargs | {"device": "meta"})
-        elif func.__name__ in ("normal_", "uniform_", "div_", "mul_"):
+        elif func.__name__ in KEEPS_SHAPE:
             x = args[0] if args else kwargs["tensor"]
         else:
             return func(*args, **kwargs)
-        return x if x.is_meta and x.numel() > FEW else func(*args, **kwargs)
+        large = isinstance(x, Tensor) and x.is_meta and x.numel() > FEW
+        return x if large else func(*args, **kwargs)

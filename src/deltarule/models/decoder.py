@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from deltarule.models.block import Block
 from deltarule.models.prompts import Prompts, overwrite, shapes
@@ -90,7 +89,7 @@ class Decoder:
         """Begin behind prompts of a kind that is noted: from the third time on by a replay."""
         key = prompts.kind, room
         reading = self.readings.pop(key)
-        mine = tree_map_only(Tensor, torch.clone, prompts) if reading is None else reading.prompts
+        mine = prompts.clone() if reading is None else reading.prompts
         mine.overwrite(prompts)
         self.first[1].copy_(draws)
         if self.seen is not None and seen is not None:

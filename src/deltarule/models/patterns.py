@@ -101,7 +101,7 @@ def expand_layer_types(given: str | Sequence[str], num_layers: int) -> tuple[str
                     "of one"
                 )
             hint = nearest(name, [*MIXERS, *PATTERNS], before=": ")
-            hint = ": separate names by spaces" if "," in str(name) else hint
+            hint = ": give each name apart" if "," in str(name) else hint
             raise ValueError(
                 f"layer_types names an unknown layer {name!r}{hint}; "
                 f"known: {', '.join([*MIXERS, *MLP_PARTS])}, or several joined by +; "

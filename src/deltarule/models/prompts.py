@@ -55,6 +55,12 @@ class Prompts(NamedTuple):
             return model.logits(x[:, -1]), state
         return model.logits(x[torch.arange(count, device=x.device), lengths - 1]), state
 
+    def clone(self) -> "Prompts":
+        """Tensors of its own; a state may be of a kind that PyTorch's trees do not know."""
+        lengths = None if self.lengths is None else self.lengths.clone()
+        state = None if self.state is None else self.state.clone()
+        return self._replace(tokens=self.tokens.clone(), lengths=lengths, state=state)
+
     def overwrite(self, given: "Prompts") -> None:
         """Take the numbers of others of the same kind."""
         self.tokens.copy_(given.tokens)

@@ -9,12 +9,15 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from deltarule.nearest import check_known
 from deltarule.nn.checks import above_zero, check_integer, check_that
 from deltarule.nn.linears import as_multiplied, weight_of, wide_product
 from deltarule.nn.mlp import HiddenActivation, make_mlp
 from deltarule.ops.checks import check_flags
+from deltarule.ops.dispatch import without_autocast
+from deltarule.ops.sequences import computed
 from deltarule.shapes import Hidden
 
 Scores = Literal["softmax", "sigmoid"]
@@ -90,7 +93,7 @@ class Experts(nn.Module):
         check_known("activation", activation, get_args(HiddenActivation))
         check_integer("hidden_size", hidden_size, 1)
         check_integer("mlp_size", mlp_size, 1)
-        check_integer("shared_size", shared_size, 0)
+        check_integer("shared_size", shared_size or 0, 0)
         check_flags({"shared_gate": shared_gate})
         said = "shared_gate must be False without a shared_size"
         check_that(bool(shared_size) or not shared_gate, said, shared_gate)
@@ -151,7 +154,7 @@ class Experts(nn.Module):
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen experts of rows [N, hidden_size] and their weights, [N, k] each."""
         weight = weight_of(self.router)
-        logits = self.router(rows) if weight is None else wide_product(rows, weight)
+        logits = self.called_router(rows) if weight is None else wide_product(rows, weight)
         scores = logits.softmax(-1) if self.scoring_func == "softmax" else logits.sigmoid()
         choice = scores.detach()
         if self.e_score_correction_bias is not None:
@@ -166,6 +169,13 @@ class Experts(nn.Module):
         if self.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         return weights * self.routed_scaling_factor, chosen
+
+    def called_router(self, rows: Tensor) -> Tensor:
+        """One that is more than a product, in float32 as the product is: no hook moves a choice."""
+        wide = {n: computed(p) for n, p in self.router.named_parameters() if p.is_floating_point()}
+        with without_autocast(rows.device):
+            logits: Tensor = functional_call(self.router, wide, computed(rows))
+        return logits
 
 
 def check_routing(options: Any) -> None:

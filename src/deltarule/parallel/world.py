@@ -184,7 +184,8 @@ class World:
         try:
             value = compute()
         except (ValueError, OSError) as error:
-            failure = reason(error) or type(error).__name__
+            said = reason(error) if isinstance(error, OSError) else str(error)
+            failure = said or type(error).__name__
         failed = torch.zeros(self.size, dtype=torch.int32)
         failed[self.rank] = bool(failure)
         dist.all_reduce(failed, group=group)

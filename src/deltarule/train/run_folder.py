@@ -160,7 +160,7 @@ def open_run(
     options = json.loads(json.dumps(options, default=str))
     record = RunRecord(command, options, machine(world), data)
     others: set[Path] = set()
-    before: list[RunRecord] = []
+    before: list[tuple[RunRecord, object]] = []
     with contextlib.ExitStack() as held:
 
         def begin() -> str:
@@ -169,7 +169,7 @@ def open_run(
             folder = choose(run.runs, run.name, command if resume else default)
             others.update(folder.glob("*"))
             held.enter_context(locked(folder))
-            before.extend([read_run(folder)] if resume else ())
+            before.extend([(read_run(folder), metrics_of(folder))] if resume else ())
             write_run(folder, continued(folder, run, record) if resume else record)
             return str(folder)
 
@@ -187,17 +187,23 @@ def open_run(
             raise
 
 
-def withdraw(folder: Path, others: set[Path], before: list[RunRecord]) -> None:
-    """Undo a start that failed and saved nothing: put the record before it back, if there is one.
+def metrics_of(folder: Path) -> tuple[int, int] | None:
+    """Which file it is, and its bytes: whoever begins to train writes it anew."""
+    path = folder / "metrics.jsonl"
+    return (path.stat().st_ino, path.stat().st_size) if path.exists() else None
+
+
+def withdraw(folder: Path, others: set[Path], before: list[tuple[RunRecord, object]]) -> None:
+    """Undo a start that failed before any training: put the record back, if there was one.
 
     Of a new run that failed before its first step all but others' files go: none resumes it.
     """
-    if before:
-        if read_run(folder).resumed[-1].step == newest_step(folder):
-            write_run(folder, before[0])
+    for record, metrics in before:
+        if metrics_of(folder) == metrics:
+            write_run(folder, record)
         return
-    metrics = folder / "metrics.jsonl"
-    if (folder / DIVERGED).exists() or (metrics.exists() and metrics.stat().st_size):
+    _, size = metrics_of(folder) or (0, 0)
+    if (folder / DIVERGED).exists() or size:
         return
     for path in set(folder.iterdir()) - others:
         if path.is_dir():

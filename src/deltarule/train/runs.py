@@ -4,6 +4,7 @@ The model of a run is what it wrote at its end, else its newest checkpoint.
 """
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,8 +100,9 @@ def summary(folder: Path) -> list[str]:
     state = "done" if record.done is not None and record.done >= step else "stopped"
     if (folder / DIVERGED).exists():
         state = "diverged"
-    # Nothing is made, and who may not write does not hold it; NFS locks what is open to write.
-    with contextlib.suppress(OSError), (folder / ".lock").open("r+") as file:
+    # Nothing is made. NFS locks what is open to write; who may not write may read.
+    path = folder / ".lock"
+    with contextlib.suppress(OSError), path.open("r+" if os.access(path, os.W_OK) else "r") as file:
         if lock(file) is False:
             state = "running"
     measured = (

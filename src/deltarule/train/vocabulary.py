@@ -1,5 +1,6 @@
 """Text as tokens and back: bytes, or the tokens of any fast tokenizer of Hugging Face."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,9 +43,14 @@ class Encoder(NamedTuple):
         return joined(parts, sum(map(len, read)))
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer beside a model, which must not have another one already."""
-        file = folder / FILE
-        before = make_encoder(str(folder), str(file)) if self.tool and file.is_file() else self
+        """Write the tokenizer beside a model, which must not have another one already.
+
+        One that cannot be read is what a kill left of this.
+        """
+        file, before = folder / FILE, self
+        if self.tool and file.is_file():
+            with contextlib.suppress(ValueError):
+                before = make_encoder(str(folder), str(file))
         if before.tool and before.tool.get_vocab() != self.tool.get_vocab():
             raise ValueError(
                 f"--tokenizer: its {self.vocab_size} tokens are not the {before.vocab_size} of "
