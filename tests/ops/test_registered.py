@@ -27,6 +27,15 @@ def test_compiles_without_a_break_for_any_length(lengths: tuple[int, ...] | None
     assert counter.frame_count <= 2
 
 
+def test_a_gradient_is_mapped_along_any_of_its_axes() -> None:
+    case = make_case("head", "tied", tokens=8, heads=1, value_heads=1)
+    v = case.tensors["v"]
+    o, backward = torch.func.vjp(lambda v: case.run("torch", case.tensors | {"v": v}).o, v)
+    gradients = torch.randn(*o.shape, 3, dtype=o.dtype)
+    (found,) = torch.vmap(backward, in_dims=-1)(gradients)
+    torch.testing.assert_close(found, torch.stack([backward(d)[0] for d in gradients.unbind(-1)]))
+
+
 def test_only_dual_arguments_are_refused() -> None:
     q, k, v = torch.randn(3, 1, 4, 1, 2).unbind()
     constant = lambda x: x * delta_rule(q, k, v, beta=None).o.sum()  # noqa: E731
