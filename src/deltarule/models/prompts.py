@@ -56,10 +56,12 @@ class Prompts(NamedTuple):
         return model.logits(x[torch.arange(count, device=x.device), lengths - 1]), state
 
     def clone(self) -> "Prompts":
-        """Tensors of its own; a state may be of a kind that PyTorch's trees do not know."""
-        lengths = None if self.lengths is None else self.lengths.clone()
-        state = None if self.state is None else self.state.clone()
-        return self._replace(tokens=self.tokens.clone(), lengths=lengths, state=state)
+        lengths, state = self.lengths, self.state
+        return Prompts(
+            self.tokens.clone(),
+            None if lengths is None else lengths.clone(),
+            None if state is None else state.clone(),
+        )
 
     def overwrite(self, given: "Prompts") -> None:
         """Take the numbers of others of the same kind."""

@@ -89,12 +89,16 @@ class Experts(nn.Module):
         self.norm_topk_prob, self.routed_scaling_factor = norm_topk_prob, routed_scaling_factor
         self.n_group, self.topk_group, self.activation = n_group, topk_group, activation
         self.scoring_func = scoring_func
-        check_routing(self)
-        check_known("activation", activation, get_args(HiddenActivation))
-        check_integer("hidden_size", hidden_size, 1)
-        check_integer("mlp_size", mlp_size, 1)
+        sizes = {"hidden_size": hidden_size, "mlp_size": mlp_size, "num_experts": num_experts}
+        sizes |= {"num_experts_per_tok": num_experts_per_tok}
+        for name, size in (sizes | {"n_group": n_group, "topk_group": topk_group}).items():
+            check_integer(name, size, 1)
         check_integer("shared_size", shared_size or 0, 0)
-        check_flags({"shared_gate": shared_gate})
+        check_known("scoring_func", scoring_func, get_args(Scores))
+        check_known("activation", activation, get_args(HiddenActivation))
+        check_flags({"norm_topk_prob": norm_topk_prob, "shared_gate": shared_gate})
+        above_zero("routed_scaling_factor", routed_scaling_factor)
+        check_routing(self)
         said = "shared_gate must be False without a shared_size"
         check_that(bool(shared_size) or not shared_gate, said, shared_gate)
         self.router = nn.Linear(hidden_size, num_experts, bias=False)
@@ -179,12 +183,7 @@ class Experts(nn.Module):
 
 
 def check_routing(options: Any) -> None:
-    """Refuse what `ROUTING` names, of a layer or a model, where no token could choose by it."""
-    for name in ("num_experts", "num_experts_per_tok", "n_group", "topk_group"):
-        check_integer(name, getattr(options, name), 1)
-    check_known("scoring_func", options.scoring_func, get_args(Scores))
-    check_flags({"norm_topk_prob": options.norm_topk_prob})
-    above_zero("routed_scaling_factor", options.routed_scaling_factor)
+    """Refuse numbers, of a layer or a model, by which no token could choose its experts."""
     experts, groups = options.num_experts, options.n_group
     check_that(experts % groups == 0, f"n_group must divide num_experts={experts}", groups)
     said = f"topk_group must be at most n_group={groups}"

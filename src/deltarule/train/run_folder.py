@@ -198,7 +198,8 @@ def withdraw(folder: Path, others: set[Path], before: list[tuple[RunRecord, obje
 
     Of a new run that failed before its first step all but others' files go: none resumes it.
     """
-    for record, metrics in before:
+    if before:
+        ((record, metrics),) = before
         if metrics_of(folder) == metrics:
             write_run(folder, record)
         return
@@ -233,7 +234,8 @@ def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
             f"{folder} was started on other data: then {then}; now {new.source}, "
             f"{new.bytes:,} bytes: give those data, or another --name"
         )
-    step, steps = newest_step(folder), run.loop.steps
+    step = max(checkpoint_steps(folder / "checkpoints"), default=0)
+    steps = run.loop.steps
     if steps < step:
         raise RunFolderError(f"--steps {steps:,}: {folder} has taken {step:,} steps already")
     if steps == step:
@@ -252,10 +254,6 @@ def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
         print(f"note: steps {changed['steps']}: from now on the learning rate follows it")
     resumed = (*before.resumed, Resumed(step, changed))
     return dataclasses.replace(record, resumed=resumed, done=before.done)
-
-
-def newest_step(folder: Path) -> int:
-    return max(checkpoint_steps(folder / "checkpoints"), default=0)
 
 
 def line_that_resumes(folder: Path) -> str:
