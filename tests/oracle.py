@@ -136,7 +136,8 @@ def weights(case: Case) -> tuple[Tensor, Tensor]:
 
 def run_module(module: ModuleType, case: Case, **options: object) -> RecurrentOutput:
     """Call the package's function that has this erase, the definition or the yardstick."""
-    x = case.tensors | {"cu_seqlens": None if case.lengths is None else pack(case.lengths)}
+    offsets = None if case.lengths is None else pack(case.lengths)
+    x = case.tensors | {"cu_seqlens": options.pop("cu_seqlens", offsets)}
     own = {"n_steps": case.n_steps, "normalize_qk": case.normalize_qk}
     if module is chunked:
         return chunked.run(Inputs(**x, **own, scale=x["q"].shape[-1] ** -0.5), **options)
