@@ -19,8 +19,7 @@ PARTS = {
     "interpreter": r"kernels/test_(triton|segments|windows|recording|first_call)"
     r".*\.py|ops/test_contract_kernels\.py|bench/test_neighbours\.py"
     r"|nn/test_nodes\.py::test_(norms_and_weights|a_norm_that|a_hook_is)"
-    r"|ops/test_gluon(_products|_wide_scan|_segment_scan)?\.py"
-    r"|ops/test_gluon_gradients\.py::(?!.*_of_the_definition)"
+    r"|ops/test_gluon(_gradients|_products|_wide_scan|_segment_scan)?\.py"
     r"|ops/test_(recurrent_step|gate_logits|pools)\.py::.*\[triton",
     "grid": r"nn/test_(mixers|training|on_gpu)\.py"
     r"|nn/test_rules\.py::test_gradients|nn/test_feature_maps\.py::test_every_combination"
