@@ -232,6 +232,11 @@ PAIRS = {
     # Of more programs than multiprocessors.
     "wide_starts": partial(starts, processors=1),
 }  # fmt: skip
+# Their scores have kernels of their own, and P is always there.
+OF_KDA = SCANS | {
+    "halved_ends": halved_ends, "later_ends": partial(scan, "ends", narrow=True, places="later"),
+    "first_outputs": partial(scan, "outputs", narrow=True, places="first"),
+}  # fmt: skip
 ON_HOPPER = {"gradients", "backward", *LENT, *SCANS, *PAIRS}
 
 
@@ -240,7 +245,8 @@ def passes_of(form: Form) -> dict[str, Callable[[Inputs], None]]:
     if form.size == WIDE:
         return OF_WIDE | ({"gradients": gradients} if gradient_stage.can(inputs_of(form)) else {})
     if form.rule in CHANNELS:
-        return BY_CHANNEL
+        scans = form.rule == "kda" and (form.norm, form.tokens) == ("bare", "whole")
+        return BY_CHANNEL | (OF_KDA if scans else {})
     if form.heads != "alone":
         return OF_PARTS if form.heads == "parts" else {"gradients": gradients}
     whole = {"backward": backward} if form.size > gradient_stage.WHOLE_SIZE // 2 else {}

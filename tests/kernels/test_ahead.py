@@ -109,6 +109,7 @@ PASSES = {
         "gated 128 bare alone whole making_outputs", "gated 128 bare alone whole later_ends",
         "gated 128 bare alone whole first_outputs", "gated 128 bare alone whole halved_ends",
         "gated 128 bare alone whole starts", "gated 128 bare alone whole wide_starts",
+        *(f"kda 128 bare alone whole {x}" for x in ("ends", "narrow_outputs", "ends_back")),
     ),
     "channels": ("kda 128 bare alone whole channels", "gla 128 unit alone packed channels"),
     # Every form of whole chunks, of which there are 40, and of the others some.

@@ -11,6 +11,7 @@ from promised import promised
 promised("triton")
 
 from deltarule.ops.delta_rule.gluon import segment_scan_stage
+from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes, plan
 from deltarule.ops.delta_rule.triton.passes import kept_shapes
 from gluon_interpreter import interpret_launches
@@ -29,11 +30,12 @@ def interpreted(monkeypatch) -> None:
     interpret_launches(monkeypatch, lambda: 0)
 
 
-def case_of(**options: object) -> Case:
+def case_of(decay: str = "head", **options: object) -> Case:
     """Decays so weak that what came before a segment still counts after it."""
     sizes = {"heads": 1, "value_heads": 2, "key_size": SIZE, "value_size": SIZE, "beta_max": 1.0}
-    case = make_case("head", "tied", **(sizes | options), dtype=torch.bfloat16)
-    return case.changed(log_decay=0.05 * case.tensors["log_decay"])
+    case = make_case(decay, "tied", **(sizes | options), dtype=torch.bfloat16)
+    decays = case.tensors["log_decay"]
+    return case if decays is None else case.changed(log_decay=0.05 * decays)
 
 
 def call_of(case: Case) -> plan.Call:
@@ -72,6 +74,39 @@ def test_calls_in_segments_are_those_of_triton(size, options, narrow, monkeypatc
     assert taken == {"scores", "outputs", *(("ends", "back") if size else ())}
 
 
+@interpreted_by_triton
+@pytest.mark.parametrize(
+    ("size", "options", "narrow"),
+    [
+        (2, {"tokens": 5 * CHUNK, "batch": 1}, False),
+        (2, {"tokens": 5 * CHUNK, "batch": 1, "normalize_qk": True}, True),
+        # More chunks than slots.
+        (4, {"batch": 1, "tokens": 8 * CHUNK, "value_heads": 1}, False),
+        (0, {"tokens": 3 * CHUNK}, False), (0, {"tokens": 3 * CHUNK}, True),
+    ],
+)  # fmt: skip
+def test_so_they_are_with_a_decay_per_channel(size, options, narrow, monkeypatch) -> None:
+    monkeypatch.setattr(plan, "chunks_per_segment", lambda *shapes: size)
+    monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: 132 if narrow else 1)
+    case, taken = case_of("channel", **options), set()
+    assert segment_scan_stage.parts(call_of(case), "outputs") == (1 if narrow else 2)
+    decay = case.tensors["log_decay"]
+    decay[:, 70, -1, 1:], decay[:, 130] = -1e4, -200.0
+
+    def takes(call: plan.Call, goal: str) -> bool:
+        able = segment_scan_stage.can(bfloat16_of(call.inputs), goal)
+        taken.update({goal} if able else ())
+        return able
+
+    take = lambda: monkeypatch.setattr(segment_scan_stage, "takes", takes)  # noqa: E731
+    compare_passes(case, take, alone=True)
+    assert taken == {"outputs", *(("ends", "back") if size else ())}
+
+
+def bfloat16_of(inputs: Inputs) -> Inputs:
+    return inputs._replace(q=inputs.q.bfloat16())
+
+
 @pytest.mark.parametrize("processors", [16, 15])
 @pytest.mark.parametrize(("segments", "given"), [(7, True), (2, True), (3, False)])
 def test_starts_follow_from_halves_of_transitions(segments, given, processors, monkeypatch) -> None:
@@ -98,13 +133,19 @@ def test_starts_follow_from_halves_of_transitions(segments, given, processors, m
         assert (size - 1).abs() < 2**-20 or initial is None, i
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_a_forward_alone_is_that_of_the_definition(first, monkeypatch) -> None:
+def take_what_can_be(patch: pytest.MonkeyPatch) -> None:
+    """On a CPU, too."""
+    can = segment_scan_stage.can
+    patch.setattr(segment_scan_stage, "suits", lambda call, goal: can(call.inputs, goal))
+
+
+@pytest.mark.parametrize(("first", "decay"), [(False, "head"), (True, "head"), (False, "none")])
+def test_a_forward_alone_is_that_of_the_definition(first, decay, monkeypatch) -> None:
     """First segments beside the ends of the others, or before them, and P made by the scans."""
-    monkeypatch.setattr(segment_scan_stage, "suits", lambda call, goal: can(call.inputs, goal))
+    take_what_can_be(monkeypatch)
     monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: 8)
     monkeypatch.setattr(segment_scan_stage, "LEAST_CHUNKS", 1)
-    can, run, ran, late = segment_scan_stage.can, segment_scan_stage.run, [], []
+    run, ran, late = segment_scan_stage.run, [], []
 
     def either(*of: Any) -> None:
         ran.append((of[1], *of[5:]))
@@ -116,10 +157,12 @@ def test_a_forward_alone_is_that_of_the_definition(first, monkeypatch) -> None:
             run(*late.pop())
 
     monkeypatch.setattr(segment_scan_stage, "run", either)
-    case = case_of(batch=2, tokens=8 * CHUNK, value_heads=1)
-    decay = case.tensors["log_decay"].clone()
-    decay[:, 130], decay[:, 300] = -torch.inf, -200.0
-    inputs = call_of(case := case.changed(log_decay=decay)).inputs
+    case = case_of(decay, batch=2, tokens=8 * CHUNK, value_heads=1)
+    if decay == "head":
+        decays = case.tensors["log_decay"].clone()
+        decays[:, 130], decays[:, 300] = -torch.inf, -200.0
+        case = case.changed(log_decay=decays)
+    inputs = call_of(case).inputs
     kept = room_of(monkeypatch)
     o, final, _ = passes.forward_stages.run(inputs, False)
     assert ran == [("ends", "later"), ("outputs", "first"), ("outputs", "later")]
@@ -143,9 +186,9 @@ def room_of(monkeypatch: pytest.MonkeyPatch) -> list[plan.Call]:
 
 def test_so_it_is_in_the_segments_that_a_forward_that_keeps_has(monkeypatch) -> None:
     """A are halves all the same; tiles are wide, and P is made by the scores."""
-    monkeypatch.setattr(segment_scan_stage, "suits", lambda call, goal: can(call.inputs, goal))
+    take_what_can_be(monkeypatch)
     monkeypatch.setattr(plan, "chunks_per_segment", lambda *shapes: 1)
-    can, run, ran = segment_scan_stage.can, segment_scan_stage.run, []
+    run, ran = segment_scan_stage.run, []
     monkeypatch.setattr(
         segment_scan_stage, "run", lambda *of: (ran.append((of[1], *of[5:])), run(*of))
     )
@@ -197,19 +240,46 @@ def test_scores_are_those_that_a_fused_forward_saves(programs, makes, monkeypatc
 
 def test_a_call_alone_has_a_plan_of_its_own_where_narrow_tiles_fill_the_gpu(monkeypatch) -> None:
     monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: 132)
+    take_what_can_be(monkeypatch)
 
-    def planned(batch: int, tokens: int, heads: int) -> tuple[bool, int]:
-        x = torch.empty(batch, tokens, heads, SIZE, dtype=torch.bfloat16, device="meta")
-        case = case_of(tokens=CHUNK, heads=heads, value_heads=heads)
-        inputs = call_of(case).inputs._replace(q=x, k=x, v=x)
-        own = segment_scan_stage.alone(plan.Call(inputs, plan.new_plan(inputs))).plan
+    def planned(batch: int, tokens: int, heads: int, decay: str = "head") -> tuple[bool, int]:
+        own = segment_scan_stage.alone(sized(decay, batch, tokens, heads)).plan
         return own.tile_key.narrow, own.per_segment
 
     assert planned(1, 32768, 8) == (True, 57)
     assert planned(2, 16384, 16) == (True, 86)
+    assert planned(2, 16384, 16, "channel") == (True, 86)
+    assert planned(2, 16384, 16, "none") == (True, 86)
     # Too many heads, and too few chunks.
     assert planned(1, 32768, 64) == (False, 0)
     assert planned(1, 1024, 8) == (False, 0)
+    assert planned(1, 1024, 8, "none") == (False, 0)
+
+
+def sized(decay: str, batch: int, tokens: int, heads: int) -> plan.Call:
+    """A call without numbers."""
+    inputs = call_of(case_of(decay, tokens=CHUNK, heads=heads, value_heads=heads)).inputs
+    x = torch.empty(batch, tokens, heads, SIZE, dtype=torch.bfloat16, device="meta")
+    inputs = inputs._replace(q=x, k=x, v=x)
+    return plan.Call(inputs, plan.new_plan(inputs))
+
+
+def test_without_decays_it_is_as_if_they_were_0_where_segments_are_its_own(monkeypatch) -> None:
+    monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(plan, "chunks_per_segment", lambda *shapes: 4)
+    take_what_can_be(monkeypatch)
+    few = sized("none", 1, 1024, 8)
+    assert segment_scan_stage.alone(few) is few
+    assert segment_scan_stage.alone(sized("none", 2, 16384, 16)).inputs.decay == "head"
+
+
+def test_ends_per_channel_are_taken_whatever_the_last_round_of_programs(monkeypatch) -> None:
+    monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(plan, "chunks_per_segment", lambda *shapes: 64)
+    by_head, by_channel = (sized(decay, 2, 16384, 16) for decay in ("head", "channel"))
+    assert segment_scan_stage.programs_of(by_head, "ends") == 160
+    assert not segment_scan_stage.fills(by_head, "ends")
+    assert segment_scan_stage.fills(by_channel, "ends")
 
 
 def test_segments_of_its_own_are_shorter_and_their_kernels_are_compiled_together(

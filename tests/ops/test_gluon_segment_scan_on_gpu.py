@@ -15,12 +15,22 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 TAKES = segment_scan_stage.takes
 
 
-def case_of(value_heads: int, **options: object) -> Case:
+def case_of(value_heads: int, decay: str = "head", **options: object) -> Case:
     """Sequences in segments, or with many heads in narrow tiles."""
     sizes = {"batch": 1, "heads": 2, "value_heads": value_heads, "tokens": 1024}
     sizes |= {"key_size": 128, "value_size": 128} | options
-    case = Kind("head", "tied", 1, torch.bfloat16).case(**sizes)
-    return case.changed(log_decay=case.tensors["log_decay"] * 0.1)
+    case = Kind(decay, "tied", 1, torch.bfloat16).case(**sizes)
+    decays = case.tensors["log_decay"]
+    return case if decays is None else case.changed(log_decay=decays * 0.1)
+
+
+def reset(case: Case, some: slice, of_a_head: int) -> Case:
+    """A case that forgets everything at some tokens, and nearly so in one head at another."""
+    if (decays := case.tensors["log_decay"]) is None:
+        return case
+    decays = decays.clone()
+    decays[:, some], decays[:, of_a_head, 1] = -torch.inf, -1e4
+    return case.changed(log_decay=decays)
 
 
 @pytest.fixture
@@ -47,10 +57,11 @@ def alone(case: Case) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("value_heads", [2, 4, 48])
 @pytest.mark.parametrize("tokens", [1024, 4096])
-def test_scans_have_the_bits_of_tritons(value_heads, tokens, monkeypatch, taken) -> None:
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_scans_have_the_bits_of_tritons(decay, value_heads, tokens, monkeypatch, taken) -> None:
     """But for starts from halves, which round otherwise."""
     monkeypatch.setattr(segment_scan_stage, "halved", lambda call: None)
-    drawn = draw(case_of(value_heads, tokens=tokens))
+    drawn = draw(case_of(value_heads, decay, tokens=tokens))
     found = results(drawn), alone(drawn.case)
     assert "outputs" in taken
     assert tokens == 1024 or value_heads == 48 or "ends" in taken
@@ -62,25 +73,22 @@ def test_scans_have_the_bits_of_tritons(value_heads, tokens, monkeypatch, taken)
 
 
 @pytest.mark.parametrize("value_heads", [2, 4])
-def test_all_of_them_are_as_exact_as_the_yardstick(value_heads, taken) -> None:
-    case = case_of(value_heads, tokens=2048)
-    decay = case.tensors["log_decay"].clone()
-    decay[:, 700:703], decay[:, 1500, 1] = -torch.inf, -1e4
-    check(case.changed(log_decay=decay), "triton", device=DEVICE)
-    assert taken >= {"scores", "ends", "back"}
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_all_of_them_are_as_exact_as_the_yardstick(decay, value_heads, taken) -> None:
+    case = reset(case_of(value_heads, decay, tokens=2048), slice(700, 703), 1500)
+    check(case, "triton", device=DEVICE)
+    assert taken >= {"ends", "back", *(["scores"] if decay == "head" else [])}
 
 
 @pytest.mark.parametrize("value_heads", [16, 32])
-def test_a_forward_alone_has_segments_of_its_own(value_heads, monkeypatch) -> None:
+@pytest.mark.parametrize("decay", ["head", "channel", "none"])
+def test_a_forward_alone_has_segments_of_its_own(decay, value_heads, monkeypatch) -> None:
     ran, run = [], segment_scan_stage.run
     monkeypatch.setattr(
         segment_scan_stage, "run", lambda *of: (ran.append((of[1], *of[5:])), run(*of))
     )
     forget_calls()
-    case = case_of(value_heads, tokens=4096)
-    decay = case.tensors["log_decay"].clone()
-    decay[:, 1400:1403], decay[:, 3000, 1] = -torch.inf, -1e4
-    drawn = draw(case := case.changed(log_decay=decay))
+    drawn = draw(case := reset(case_of(value_heads, decay, tokens=4096), slice(1400, 1403), 3000))
     found = alone(drawn.case)
     assert ran[-3:] == [("ends", "later"), ("outputs", "first"), ("outputs", "later")]
     # The second call is recorded, and the third repeats its launches.

@@ -10,6 +10,9 @@ for A from the identity; "back" from the last chunk to the first, for D at its s
 
     E = F + N beta F,  F = v - S e'        S <- S end + beta E y'       o = S q' + P beta E
     X = Y + N^T beta Y,  Y = P^T dO + D y'    D <- D end + dO q' - beta X e'
+
+With a decay per head q', e' and y' are q, k and k times scalings of rows. With one per channel the
+scores' kernels have left them, and `end` is a number for each channel.
 """
 
 from collections import namedtuple
@@ -34,8 +37,11 @@ from deltarule.ops.runtime.gluon_tiles import barrier, end_barriers, new_barrier
 
 # Tiles that the copy engine moves have a power of two of rows: scalings come two by two.
 PAIRS = gl.constexpr(3)
+# Where the decays of a chunk's channels lie, in the place of two scalings that they do without.
+ENDS = gl.constexpr(0)
 
-Tiles = namedtuple("Tiles", "q k v scores corrections scalings o")
+# y' are tiles of their own, or k again.
+Tiles = namedtuple("Tiles", "q k write v scores corrections scalings o")
 # Of slots; and o of a role is there, and in global memory.
 # P that is made here is there.
 Barriers = namedtuple("Barriers", "full empty written stored paired")
@@ -48,9 +54,10 @@ Work = namedtuple(
 # What a kernel is compiled for: K keys and V values of a head, of which a program has PARTS of 64;
 # SLOTS for chunks in shared memory. PLACES: outputs of the "first" stretches start and end as
 # "ends" do, beside the ends of "later" ones, which then have outputs, too; or "all" at once.
-# GIVEN: there are states to start from. MAKES: nobody has made P, and programs make it. HALVED: A
-# is left as halves. FOLLOWS: the next kernel may start early.
-ScanForm = namedtuple("ScanForm", "K V PARTS SLOTS GOAL PLACES GIVEN MAKES HALVED FOLLOWS")
+# GIVEN: there are states to start from. DECAYED: decays are per channel, and q, k and write are q',
+# e' and y'. MAKES: nobody has made P, and programs make it. HALVED: A is left as halves. FOLLOWS:
+# the next kernel may start early.
+ScanForm = namedtuple("ScanForm", "K V PARTS SLOTS GOAL PLACES GIVEN DECAYED MAKES HALVED FOLLOWS")
 
 
 @gluon.jit
@@ -102,10 +109,12 @@ def work_of(heads, value_heads, per_stretch, T, FORM: gl.constexpr):
 def load_role(shared, of, FORM: gl.constexpr):
     """One warp: all tiles of a chunk to its slot."""
     tiles, barriers, work = shared
-    q, k, v, scores, corrections, scalings = of
-    KEYS: gl.constexpr = 1 if FORM.GOAL == "ends" else 2
-    SQUARES: gl.constexpr = 1 if FORM.MAKES else KEYS
-    SIZE: gl.constexpr = CHUNK * ((KEYS * FORM.K + SQUARES * CHUNK) * 2 + 2 * PAIRS * 4)
+    q, k, write, v, scores, corrections, scalings, chunk_decay = of
+    READS: gl.constexpr = 0 if FORM.GOAL == "ends" else 1
+    KEYS: gl.constexpr = READS + (2 if FORM.DECAYED else 1)
+    SQUARES: gl.constexpr = 1 if FORM.MAKES else READS + 1
+    NUMBERS: gl.constexpr = 2 if FORM.DECAYED else PAIRS
+    SIZE: gl.constexpr = CHUNK * ((KEYS * FORM.K + SQUARES * CHUNK) * 2 + 2 * NUMBERS * 4)
     for n in range(work.chunks):
         i, slot = work.chunks - 1 - n if FORM.GOAL == "back" else n, n % FORM.SLOTS
         full, token = barriers.full.index(slot), work.token + i * CHUNK
@@ -119,15 +128,23 @@ def load_role(shared, of, FORM: gl.constexpr):
                 x = tiles.v.index(slot * FORM.PARTS + part)
                 load_rows(v, token, full, x, work.column + part * VALUES)
         column, row = work.key_head * FORM.K, number * CHUNK
+        if FORM.DECAYED:
+            column, token = 0, row
+            load_rows(write, row, full, tiles.write.index(slot))
         load_rows(k, token, full, tiles.k.index(slot), column)
         load_rows(corrections, row, full, tiles.corrections.index(slot))
         if FORM.GOAL != "ends":
             load_rows(q, token, full, tiles.q.index(slot), column)
         if SQUARES == 2:
             load_rows(scores, row, full, tiles.scores.index(slot))
-        for pair in gl.static_range(PAIRS):
-            x = tiles.scalings.index(slot * PAIRS + pair)
-            load_rows(scalings, 2 * (number * PAIRS + pair), full, x)
+        if FORM.DECAYED:
+            load_rows(chunk_decay, 2 * number, full, tiles.scalings.index(slot * PAIRS + ENDS))
+            x = tiles.scalings.index(slot * PAIRS + SCALING.BETA // 2)
+            load_rows(scalings, 2 * (number * PAIRS + SCALING.BETA // 2), full, x)
+        else:
+            for pair in gl.static_range(PAIRS):
+                x = tiles.scalings.index(slot * PAIRS + pair)
+                load_rows(scalings, 2 * (number * PAIRS + pair), full, x)
 
 
 @gluon.jit
@@ -183,12 +200,18 @@ def across(scalings, which: gl.constexpr):
 
 
 @gluon.jit
-def end_of(scalings, K: gl.constexpr):
-    """The decay of the whole chunk, [1, 1], from the sums up to its last row."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(0, product(K))
-    whole = row_of(scalings, SCALING.WHOLE).slice(CHUNK - 1, 1).load(LAYOUT)
-    rest = row_of(scalings, SCALING.REST).slice(CHUNK - 1, 1).load(LAYOUT)
-    return gl.exp2(whole + rest)[None, :]
+def end_of(scalings, FORM: gl.constexpr):
+    """The decay of the whole chunk, [1, 1] from the sums up to its last row, or [1, K]."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, product(FORM.K))
+    if FORM.DECAYED:
+        tiles, slot = scalings
+        ends = tiles.index(slot * PAIRS + ENDS)._reinterpret(gl.float32, [FORM.K], PLAIN_1D)
+        end = ends.load(LAYOUT)
+    else:
+        whole = row_of(scalings, SCALING.WHOLE).slice(CHUNK - 1, 1).load(LAYOUT)
+        rest = row_of(scalings, SCALING.REST).slice(CHUNK - 1, 1).load(LAYOUT)
+        end = gl.exp2(whole + rest)
+    return end[None, :]
 
 
 @gluon.jit
@@ -213,13 +236,14 @@ def state_role(shared, states, PART: gl.constexpr, FORM: gl.constexpr):
     for n in range(work.chunks):
         slot = n % FORM.SLOTS
         own = (
-            tiles.q.index(slot), tiles.k.index(slot), tiles.v.index(slot * FORM.PARTS + PART),
-            tiles.scores.index(slot), tiles.corrections.index(slot), (tiles.scalings, slot),
+            tiles.q.index(slot), tiles.k.index(slot), tiles.write.index(slot),
+            tiles.v.index(slot * FORM.PARTS + PART), tiles.scores.index(slot),
+            tiles.corrections.index(slot), (tiles.scalings, slot),
         )  # fmt: skip
         phase = (n // FORM.SLOTS) & 1
         mbarrier.wait(barriers.full.index(slot), phase)
         if FORM.GOAL == "back":
-            s = before_chunk(own, s, FORM.K)
+            s = before_chunk(own, s, FORM)
             mbarrier.arrive(barriers.empty.index(slot))
         else:
             paired = barriers.paired.index(slot if FORM.MAKES else 0), phase
@@ -249,7 +273,7 @@ def negative(x):
 @gluon.jit
 def after_chunk(tiles, s, paired, FORM: gl.constexpr):
     """S at the chunk's end, and o."""
-    q, k, v, scores, corrections, scalings = tiles
+    q, k, write, v, scores, corrections, scalings = tiles
     OUTPUT: gl.constexpr = FORM.GOAL == "outputs"
     TOKENS: gl.constexpr = product(CHUNK)
     OF_STATE: gl.constexpr = gl.DotOperandLayout(0, product(FORM.K), 2)
@@ -261,20 +285,25 @@ def after_chunk(tiles, s, paired, FORM: gl.constexpr):
     if OUTPUT:
         o = warpgroup_mma(left, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         # Beside whichever products take longer.
-        s *= end_of(scalings, FORM.K)
+        s *= end_of(scalings, FORM)
     v = v.permute((1, 0)).load(TOKENS).to(gl.float32)
     beta = across(scalings, SCALING.BETA)
-    erase = negative(across(scalings, SCALING.ERASE))
-    f = warpgroup_mma_wait(1 if OUTPUT else 0, deps=(f,)) * erase + v
+    if FORM.DECAYED:
+        f = v - warpgroup_mma_wait(1 if OUTPUT else 0, deps=(f,))
+    else:
+        erase = negative(across(scalings, SCALING.ERASE))
+        f = warpgroup_mma_wait(1 if OUTPUT else 0, deps=(f,)) * erase + v
     left = gl.convert_layout((f * beta).to(dtype), OF_TOKENS)
     f = warpgroup_mma(left, corrections.permute((1, 0)), f, is_async=True)
     if OUTPUT:
-        o = warpgroup_mma_wait(1, deps=(o,)) * across(scalings, SCALING.READ)
+        o = warpgroup_mma_wait(1, deps=(o,))
+        if not FORM.DECAYED:
+            o *= across(scalings, SCALING.READ)
     else:
-        s *= end_of(scalings, FORM.K)
+        s *= end_of(scalings, FORM)
     w = warpgroup_mma_wait(0, deps=(f,)) * beta
-    written = (w * across(scalings, SCALING.WRITE)).to(dtype)
-    s = warpgroup_mma(gl.convert_layout(written, OF_STATE), k, s, is_async=True)
+    written = (w if FORM.DECAYED else w * across(scalings, SCALING.WRITE)).to(dtype)
+    s = warpgroup_mma(gl.convert_layout(written, OF_STATE), write, s, is_async=True)
     if OUTPUT:
         left = gl.convert_layout(w.to(dtype), OF_TOKENS)
         if FORM.MAKES:
@@ -287,23 +316,27 @@ def after_chunk(tiles, s, paired, FORM: gl.constexpr):
 
 
 @gluon.jit
-def before_chunk(tiles, d, K: gl.constexpr):
+def before_chunk(tiles, d, FORM: gl.constexpr):
     """D at the chunk's start, of what it is at its end."""
-    q, k, d_o, scores, corrections, scalings = tiles
+    q, k, write, d_o, scores, corrections, scalings = tiles
     TOKENS: gl.constexpr = product(CHUNK)
-    OF_STATE: gl.constexpr = gl.DotOperandLayout(0, product(K), 2)
+    OF_STATE: gl.constexpr = gl.DotOperandLayout(0, product(FORM.K), 2)
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     dtype: gl.constexpr = k.dtype
     y = gl.zeros([VALUES, CHUNK], gl.float32, TOKENS)
     left = gl.convert_layout(d.to(dtype), OF_TOKENS)
-    y = warpgroup_mma(left, k.permute((1, 0)), y, use_acc=False, is_async=True)
+    y = warpgroup_mma(left, write.permute((1, 0)), y, use_acc=False, is_async=True)
     d_o = d_o.permute((1, 0)).load(TOKENS)
-    read = (d_o.to(gl.float32) * across(scalings, SCALING.READ)).to(dtype)
-    beta = across(scalings, SCALING.BETA)
-    erase = negative(beta * across(scalings, SCALING.ERASE))
-    y = warpgroup_mma_wait(0, deps=(y,)) * across(scalings, SCALING.WRITE)
+    read, beta = d_o, across(scalings, SCALING.BETA)
+    if FORM.DECAYED:
+        erase = negative(beta)
+        y = warpgroup_mma_wait(0, deps=(y,))
+    else:
+        read = (d_o.to(gl.float32) * across(scalings, SCALING.READ)).to(dtype)
+        erase = negative(beta * across(scalings, SCALING.ERASE))
+        y = warpgroup_mma_wait(0, deps=(y,)) * across(scalings, SCALING.WRITE)
     y = warpgroup_mma(gl.convert_layout(d_o, OF_TOKENS), scores, y, is_async=True)
-    d *= end_of(scalings, K)
+    d *= end_of(scalings, FORM)
     y = warpgroup_mma_wait(0, deps=(y,))
     left = gl.convert_layout((y * beta).to(dtype), OF_TOKENS)
     y = warpgroup_mma(left, corrections, y, is_async=True)
@@ -317,6 +350,9 @@ def before_chunk(tiles, d, K: gl.constexpr):
 def new_tiles(dtype: gl.constexpr, FORM: gl.constexpr):
     SQUARE: gl.constexpr = square()
     k = gl.allocate_shared_memory(dtype, [FORM.SLOTS, CHUNK, FORM.K], SQUARE)
+    write = k
+    if FORM.DECAYED:
+        write = gl.allocate_shared_memory(dtype, [FORM.SLOTS, CHUNK, FORM.K], SQUARE)
     v = gl.allocate_shared_memory(dtype, [FORM.SLOTS * FORM.PARTS, CHUNK, VALUES], SQUARE)
     corrections = gl.allocate_shared_memory(dtype, [FORM.SLOTS, CHUNK, CHUNK], SQUARE)
     scalings = gl.allocate_shared_memory(gl.float32, [FORM.SLOTS * PAIRS, 2, CHUNK], straight())
@@ -327,15 +363,15 @@ def new_tiles(dtype: gl.constexpr, FORM: gl.constexpr):
         scores = gl.allocate_shared_memory(dtype, [FORM.SLOTS, CHUNK, CHUNK], SQUARE)
     if FORM.GOAL == "outputs":
         o = gl.allocate_shared_memory(dtype, [FORM.PARTS, CHUNK, VALUES], SQUARE)
-    return Tiles(q, k, v, scores, corrections, scalings, o)
+    return Tiles(q, k, write, v, scores, corrections, scalings, o)
 
 
 @gluon.jit(do_not_specialize=["heads", "value_heads", "per_stretch", "T"])
 def segment_scan_kernel(
-    q, k, v, scores, corrections, scalings, start, o, end, halves, log_scale, heads,
-    value_heads, per_stretch, T, FORM: gl.constexpr, REGISTERS: gl.constexpr,
+    q, k, write, v, scores, corrections, scalings, chunk_decay, start, o, end, halves, log_scale,
+    heads, value_heads, per_stretch, T, FORM: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors up to scalings, and o. With "back" v is dO.
+    """Descriptors up to chunk_decay, and o. With "back" v is dO.
 
     start [stretches, HV, V, K], or but for "outputs" [N, HV, V, K] of sequences. end is that of
     sequences with "outputs", that of stretches "back", and with "ends" has A [K, K] after each S,
@@ -352,6 +388,7 @@ def segment_scan_kernel(
         new_barrier(FORM.PARTS, 1), new_barrier(FORM.SLOTS if FORM.MAKES else 1, 1),
     )  # fmt: skip
     q, scores, o = present(q, k), present(scores, corrections), present(o, v)
+    write, chunk_decay = present(write, k), present(chunk_decay, scalings)
     first, last = (
         (stretch, sequence) if FORM.GOAL == "outputs" and not FIRST else (sequence, stretch)
     )
@@ -368,7 +405,7 @@ def segment_scan_kernel(
     states = present(start, end), end, present(halves, end)
     barrier()
     shared = tiles, barriers, work
-    loads = q, k, v, scores, corrections, scalings
+    loads = q, k, write, v, scores, corrections, scalings, chunk_decay
     if FORM.PARTS == 2:
         gl.warp_specialize(
             [

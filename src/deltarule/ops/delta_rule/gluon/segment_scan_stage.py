@@ -14,7 +14,8 @@ from deltarule.ops.delta_rule.gluon.segment_scores import segment_scores_kernel
 from deltarule.ops.delta_rule.gluon.segment_starts import halved_starts_kernel
 from deltarule.ops.delta_rule.gluon.stage import ForwardLaunch
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks
+from deltarule.ops.delta_rule.triton.channel_stages import constant
+from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks, make_plan
 from deltarule.ops.runtime.chained import can_follow
 from deltarule.ops.runtime.gluon_tiles import FusedLaunch
 from deltarule.ops.runtime.launch import multiprocessors
@@ -25,8 +26,9 @@ SIZES = (128, 128)
 AVERAGE, STATE = 168, 240
 # Of the role that makes P.
 PAIR = 128
-# Chunks in shared memory, as many as there is room for.
+# Chunks in shared memory, as many as there is room for; and with tiles for y', too.
 SLOTS = {"ends": 4, "outputs": 3, "back": 3}
+DECAYED_SLOTS = {"ends": 3, "outputs": 2, "back": 2}
 # Of a plan of its own: segments, and chunks of one, at the least.
 LEAST_SEGMENTS, LEAST_CHUNKS = 3, 6
 
@@ -47,17 +49,19 @@ def fills(call: Call, goal: str) -> bool:
     """Whether the last round of programs fills half of the multiprocessors or more.
 
     Triton's programs have half the rows, and with less there are no more rounds of them. A plan of
-    its own is made for these.
+    its own is made for these; and with a decay per channel Triton's take three times as long.
     """
     processors = multiprocessors(call.inputs.q.device)
     last = (programs_of(call, goal) - 1) % processors + 1
-    return places_of(call) == "later" or 2 * last > processors
+    return places_of(call) == "later" or call.inputs.by_channel or 2 * last > processors
 
 
 def can(inputs: Inputs, goal: str) -> bool:
     """Whether it can on any GPU of Hopper: all chunks are whole."""
     return (
-        inputs.q.dtype == torch.bfloat16 and (inputs.erase, inputs.decay) == ("tied", "head")
+        inputs.q.dtype == torch.bfloat16 and inputs.erase == "tied"
+        # Scores with decays per channel have kernels of their own.
+        and inputs.decay in (("head",) if goal == "scores" else ("head", "channel"))
         and (inputs.q.shape[3], inputs.v.shape[3]) == SIZES
         and inputs.n_steps == 1 and inputs.per_gate == 1 and not inputs.batch_invariant
         and inputs.cu_seqlens is None and inputs.q.shape[1] % CHUNK.value == 0
@@ -73,6 +77,10 @@ def run(
     """Go through all stretches whose ends are wanted, from `start` to `end` (segment_scan.py)."""
     own: dict[str, Any] = {"start": start, "o": o, "end": end}
     own["per_stretch"] = call.plan.per_segment or blocks(call.inputs.q.shape[1], CHUNK.value)
+    if call.inputs.by_channel:
+        own |= {"q": call["decayed_q"], "k": call["erase"]}
+    else:
+        own["chunk_decay"] = None
     if goal == "ends":
         own |= {"q": None, "scores": None}
     elif goal == "back":
@@ -129,8 +137,30 @@ def starts_launch(call: Call, rows: int) -> FusedLaunch:
 
 
 def alone(call: Call) -> Call:
-    """A call that keeps nothing, with a plan of its own."""
-    return Call(call.inputs, call.once(plan_alone, takes(call, "scores")), call.given)
+    """A call that keeps nothing: with a plan of its own, where it takes this scan.
+
+    Without decays it does so as if they were 0, where the plan's segments are its own.
+    """
+    plain = (call.inputs.erase, call.inputs.decay) == ("tied", "none")
+    own = undecayed(call) if plain else call
+    if not takes(own, "outputs"):
+        return call
+    plan = own.once(plan_alone, scored := takes(own, "scores"))
+    if plain and not (scored and "early" in plan.made):
+        return call
+    return Call(own.inputs, plan, call.given)
+
+
+def undecayed(call: Call) -> Call:
+    """A call without decays, as one whose decays are 0."""
+    inputs, q = call.inputs, call.inputs.q
+    decays = constant(q, no_decay, q.device).expand(inputs.v.shape[:3])
+    inputs = inputs._replace(log_decay=decays)
+    return Call(inputs, make_plan(inputs), call.given)
+
+
+def no_decay(device: torch.device) -> Tensor:
+    return torch.zeros(1, device=device)
 
 
 def plan_alone(call: Call, scored: bool) -> Plan:
@@ -162,11 +192,16 @@ def segments_alone(inputs: Inputs, plan: Plan) -> int:
     return 0 if few or (narrow and 0 < plan.per_segment <= size) else size
 
 
+def stretches(call: Call) -> int:
+    """Segments of a sequence, or one."""
+    chunks = call.inputs.v.shape[1] // CHUNK.value
+    return blocks(chunks, call.plan.per_segment or chunks)
+
+
 def programs_of(call: Call, goal: str, places: str = "all") -> int:
-    batch, tokens, value_heads, values = call.inputs.v.shape
-    chunks = tokens // CHUNK.value
-    stretches = blocks(chunks, call.plan.per_segment or chunks)
-    count = {"ends": 2 * stretches - 3, "outputs": stretches, "back": stretches - 1}[goal]
+    batch, _, value_heads, values = call.inputs.v.shape
+    every = stretches(call)
+    count = {"ends": 2 * every - 3, "outputs": every, "back": every - 1}[goal]
     count = {"all": count, "later": count - 1, "first": 1}[places]
     return count * batch * value_heads * (values // VALUES.value // parts(call, goal))
 
@@ -210,23 +245,31 @@ def scores_launch(call: Call, made: bool) -> FusedLaunch:
 
 def parts(call: Call, goal: str) -> int:
     """State roles of a program: one where outputs are of so few programs that tiles are narrow."""
-    return 1 if goal == "outputs" and call.plan.tile_key.narrow else SIZES[1] // VALUES.value
+    inputs, tiles = call.inputs, SIZES[1] // VALUES.value
+    narrow = call.plan.tile_key.narrow
+    if inputs.by_channel and not narrow:
+        # Triton's tiles are never wide with these.
+        programs = stretches(call) * inputs.v.shape[0] * inputs.v.shape[2] * tiles
+        narrow = programs <= multiprocessors(inputs.q.device)
+    return 1 if goal == "outputs" and narrow else tiles
 
 
 def scan_launch(
     call: Call, goal: str, made: bool, places: str, given: bool, halved: bool
 ) -> FusedLaunch:
     inputs, rows, (keys, values) = call.inputs, CHUNK.value, SIZES
-    of_keys, square = (inputs.q.shape[2] * keys, [rows, keys]), (rows, [rows, rows])
+    decayed, square, pair = inputs.by_channel, (rows, [rows, rows]), (rows, [2, rows])
+    of_keys = (1 if decayed else inputs.q.shape[2]) * keys, [rows, keys]
     of_values = inputs.v.shape[2] * values, [rows, VALUES.value]
     tiles = {
-        "q": of_keys, "k": of_keys, "v": of_values, "o": of_values,
-        "scores": square, "corrections": square, "scalings": (rows, [2, rows]),
+        "q": of_keys, "k": of_keys, "write": of_keys, "v": of_values, "o": of_values,
+        "scores": square, "corrections": square, "scalings": pair, "chunk_decay": pair,
     }  # fmt: skip
     follows = can_follow(inputs.q.device) and places != "all"
     form = ScanForm(
-        K=keys, V=values, PARTS=call.once(parts, goal), SLOTS=SLOTS[goal], GOAL=goal,
-        PLACES=places, GIVEN=given, MAKES=made, HALVED=halved, FOLLOWS=follows,
+        K=keys, V=values, PARTS=call.once(parts, goal),
+        SLOTS=(DECAYED_SLOTS if decayed else SLOTS)[goal], GOAL=goal, PLACES=places, GIVEN=given,
+        DECAYED=decayed, MAKES=made, HALVED=halved, FOLLOWS=follows,
     )  # fmt: skip
     constants = {
         "FORM": form, "REGISTERS": PAIR if made else STATE, "num_warps": 4, "maxnreg": AVERAGE,

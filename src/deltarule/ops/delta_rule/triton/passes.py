@@ -22,7 +22,12 @@ from deltarule.ops.delta_rule.triton import channel_stages, plan, windows
 from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Layout, Shapes, gradients_of
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.scores import head_scores, score_shapes
-from deltarule.ops.delta_rule.triton.segments import first_states, last_gradients, segment_scan
+from deltarule.ops.delta_rule.triton.segments import (
+    alone,
+    first_states,
+    last_gradients,
+    segment_scan,
+)
 from deltarule.ops.delta_rule.triton.tiles import inverse_norm, unit_norm_backward
 from deltarule.ops.delta_rule.triton.windows import Windows
 from deltarule.ops.runtime.launch import ALIGNED, compiled_together
@@ -72,8 +77,8 @@ def forward_stages(inputs: Inputs, save: bool) -> Outputs:
     if (fused := fused_stage(inputs)) is not None and fused.pays(call.inputs, call.plan, save):
         kept = keep(call, save) if save else None
         return *fused.forward(call, save), kept
-    if not save and (own := segment_scan(call, "outputs")):
-        call = own.alone(call)
+    if not save:
+        call = alone(call)
     kept = keep(call, save)
     scores(call)
     return *scan(call, output=True), kept if save else None

@@ -105,6 +105,15 @@ def segment_scan(call: Call, goal: str) -> Any:
     return segment_scan_stage if segment_scan_stage.takes(call, goal) else None
 
 
+def alone(call: Call) -> Call:
+    """A call that keeps nothing, as the scans with roles take it where they do."""
+    if not on_hopper(call.inputs.q):
+        return call
+    from deltarule.ops.delta_rule.gluon import segment_scan_stage
+
+    return segment_scan_stage.alone(call)
+
+
 def leave_ends(call: Call) -> None:
     """What the segments leave, with their transitions."""
     initial = None if call["join"] else call.inputs.initial_state
