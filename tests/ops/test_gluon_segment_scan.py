@@ -172,6 +172,29 @@ def test_a_forward_alone_is_that_of_the_definition(first, decay, monkeypatch) ->
     assert kept[0]["corrections"] is not None
 
 
+@interpreted_by_triton
+@pytest.mark.parametrize("state", [True, False])
+def test_so_it_is_with_decays_per_channel_but_for_the_halves(state, monkeypatch) -> None:
+    """Beside Triton's, whose interpreter has no bfloat16."""
+    case = case_of("channel", batch=1, tokens=9 * CHUNK, value_heads=2).to(torch.float16)
+    inputs = call_of(case).inputs
+    inputs = inputs if state else inputs._replace(initial_state=None)
+    expected = passes.forward_stages.run(inputs, False)[:2]
+    can, run, ran = segment_scan_stage.can, segment_scan_stage.run, []
+    monkeypatch.setattr(segment_scan_stage, "can", lambda x, goal: can(bfloat16_of(x), goal))
+    take_what_can_be(monkeypatch)
+    monkeypatch.setattr(segment_scan_stage, "halved", lambda call: None)
+    monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: 8)
+    monkeypatch.setattr(segment_scan_stage, "LEAST_CHUNKS", 1)
+    monkeypatch.setattr(
+        segment_scan_stage, "run", lambda *of: (ran.append((of[1], *of[5:])), run(*of))
+    )
+    found = passes.forward_stages.run(inputs, False)[:2]
+    assert ran == [("ends", "later"), ("outputs", "first"), ("outputs", "later")]
+    for x, y in zip(found, expected, strict=True):
+        assert relative_rms(x, y.double()) < 2e-3
+
+
 def room_of(monkeypatch: pytest.MonkeyPatch) -> list[plan.Call]:
     """The calls for which room has been made."""
     kept, keep = [], passes.keep

@@ -141,8 +141,12 @@ def alone(call: Call) -> Call:
 
     Without decays it does so as if they were 0, where the plan's segments are its own.
     """
-    plain = (call.inputs.erase, call.inputs.decay) == ("tied", "none")
-    own = undecayed(call) if plain else call
+    own, plain = call, call.inputs.decay == "none"
+    if plain:
+        # Of the shape and kind that decays of 0 will have.
+        if not can(call.inputs._replace(log_decay=call.inputs.beta), "scores"):
+            return call
+        own = undecayed(call)
     if not takes(own, "outputs"):
         return call
     plan = own.once(plan_alone, scored := takes(own, "scores"))
@@ -160,7 +164,7 @@ def undecayed(call: Call) -> Call:
 
 
 def no_decay(device: torch.device) -> Tensor:
-    return torch.zeros(1, device=device)
+    return torch.zeros(1, dtype=torch.float32, device=device)
 
 
 def plan_alone(call: Call, scored: bool) -> Plan:
@@ -179,8 +183,8 @@ def segments_alone(inputs: Inputs, plan: Plan) -> int:
     """Chunks in a segment where a forward that keeps nothing has others than a plan, or 0.
 
     The outputs of first segments are made beside the ends of the others, the last of which has
-    none: with m segments of narrow tiles there are m - 1 programs a tile at once, twice. Where
-    segments are no shorter for it, it would only be one more launch.
+    none: with m segments of narrow tiles there are m - 1 programs a tile at once, twice. Where a
+    usual plan has narrow tiles and segments as short, it would only be one more launch.
     """
     if not can(inputs, "outputs"):
         return 0
@@ -192,7 +196,7 @@ def segments_alone(inputs: Inputs, plan: Plan) -> int:
     return 0 if few or (narrow and 0 < plan.per_segment <= size) else size
 
 
-def stretches(call: Call) -> int:
+def segments_of(call: Call) -> int:
     """Segments of a sequence, or one."""
     chunks = call.inputs.v.shape[1] // CHUNK.value
     return blocks(chunks, call.plan.per_segment or chunks)
@@ -200,7 +204,7 @@ def stretches(call: Call) -> int:
 
 def programs_of(call: Call, goal: str, places: str = "all") -> int:
     batch, _, value_heads, values = call.inputs.v.shape
-    every = stretches(call)
+    every = segments_of(call)
     count = {"ends": 2 * every - 3, "outputs": every, "back": every - 1}[goal]
     count = {"all": count, "later": count - 1, "first": 1}[places]
     return count * batch * value_heads * (values // VALUES.value // parts(call, goal))
@@ -248,8 +252,8 @@ def parts(call: Call, goal: str) -> int:
     inputs, tiles = call.inputs, SIZES[1] // VALUES.value
     narrow = call.plan.tile_key.narrow
     if inputs.by_channel and not narrow:
-        # Triton's tiles are never wide with these.
-        programs = stretches(call) * inputs.v.shape[0] * inputs.v.shape[2] * tiles
+        # Triton has no narrow tiles for these, and a plan never asks for them.
+        programs = segments_of(call) * inputs.v.shape[0] * inputs.v.shape[2] * tiles
         narrow = programs <= multiprocessors(inputs.q.device)
     return 1 if goal == "outputs" and narrow else tiles
 
