@@ -180,19 +180,23 @@ def test_so_it_is_with_decays_per_channel_but_for_the_halves(state, monkeypatch)
     inputs = call_of(case).inputs
     inputs = inputs if state else inputs._replace(initial_state=None)
     expected = passes.forward_stages.run(inputs, False)[:2]
-    can, run, ran = segment_scan_stage.can, segment_scan_stage.run, []
+    can, ran = segment_scan_stage.can, runs_of(monkeypatch)
     monkeypatch.setattr(segment_scan_stage, "can", lambda x, goal: can(bfloat16_of(x), goal))
     take_what_can_be(monkeypatch)
     monkeypatch.setattr(segment_scan_stage, "halved", lambda call: None)
     monkeypatch.setattr(segment_scan_stage, "multiprocessors", lambda device: 8)
     monkeypatch.setattr(segment_scan_stage, "LEAST_CHUNKS", 1)
-    monkeypatch.setattr(
-        segment_scan_stage, "run", lambda *of: (ran.append((of[1], *of[5:])), run(*of))
-    )
     found = passes.forward_stages.run(inputs, False)[:2]
     assert ran == [("ends", "later"), ("outputs", "first"), ("outputs", "later")]
     for x, y in zip(found, expected, strict=True):
         assert relative_rms(x, y.double()) < 2e-3
+
+
+def runs_of(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The goals and the places of scans, as they run."""
+    run, ran = segment_scan_stage.run, []
+    patch.setattr(segment_scan_stage, "run", lambda *of: (ran.append((of[1], *of[5:])), run(*of)))
+    return ran
 
 
 def room_of(monkeypatch: pytest.MonkeyPatch) -> list[plan.Call]:
@@ -211,10 +215,7 @@ def test_so_it_is_in_the_segments_that_a_forward_that_keeps_has(monkeypatch) -> 
     """A are halves all the same; tiles are wide, and P is made by the scores."""
     take_what_can_be(monkeypatch)
     monkeypatch.setattr(plan, "chunks_per_segment", lambda *shapes: 1)
-    run, ran = segment_scan_stage.run, []
-    monkeypatch.setattr(
-        segment_scan_stage, "run", lambda *of: (ran.append((of[1], *of[5:])), run(*of))
-    )
+    ran = runs_of(monkeypatch)
     case = case_of(batch=1, tokens=6 * CHUNK, value_heads=1)
     inputs = call_of(case).inputs
     kept = room_of(monkeypatch)

@@ -314,7 +314,7 @@ def free_backward(
 
 def _inverse(lower: Tensor) -> Tensor:
     identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
-    # From the other side MKL solves on some CPUs by inverses of blocks: five times the error.
+    # From the other side MKL's error is four to five times as large on some CPUs.
     return torch.linalg.solve_triangular(
         lower, identity.expand_as(lower), upper=False, unitriangular=True, left=False
     )

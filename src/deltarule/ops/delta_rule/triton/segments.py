@@ -96,22 +96,25 @@ def segment_starts(call: Call, boundary: Tensor | None, ends: Tensor, backwards:
     return starts
 
 
-def segment_scan(call: Call, goal: str) -> Any:
-    """The module of a scan as one kernel with roles, where it is taken; else None."""
+def with_roles(call: Call) -> Any:
+    """The module of the scans as kernels with roles, on the GPUs that they are for; else None."""
     if not on_hopper(call.inputs.q):
         return None
     from deltarule.ops.delta_rule.gluon import segment_scan_stage
 
-    return segment_scan_stage if segment_scan_stage.takes(call, goal) else None
+    return segment_scan_stage
+
+
+def segment_scan(call: Call, goal: str) -> Any:
+    """The same, where this scan of the call takes it."""
+    stage = with_roles(call)
+    return stage if stage and stage.takes(call, goal) else None
 
 
 def alone(call: Call) -> Call:
     """A call that keeps nothing, as the scans with roles take it where they do."""
-    if not on_hopper(call.inputs.q):
-        return call
-    from deltarule.ops.delta_rule.gluon import segment_scan_stage
-
-    return segment_scan_stage.alone(call)
+    stage = with_roles(call)
+    return stage.alone(call) if stage else call
 
 
 def leave_ends(call: Call) -> None:
